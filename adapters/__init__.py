@@ -1,0 +1,1 @@
+"""Bridges to other libraries: torch through DLPack, and Hugging Face transformers."""

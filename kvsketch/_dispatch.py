@@ -1,0 +1,90 @@
+"""Which engine runs an operation.
+
+An engine is a package of functions, one module a family, with the same names and signatures as the reference: that
+``kvsketch.numba_cpu.qjl.sketch_scores`` exists is the whole declaration that the Numba engine offers the operation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+#: Engines of each array library, fastest first. ``reference`` is the specification and offers every operation.
+ENGINES: dict[str, tuple[str, ...]] = {
+    "numpy": ("numba_cpu", "reference"),
+    "cupy": ("cuda_raw", "numba_cuda", "reference"),
+}
+
+
+def array_library(*arrays: Any) -> str:
+    """Name of the library that all `arrays` belong to: ``"numpy"`` or ``"cupy"``.
+
+    Raises TypeError when an argument is no array of either library, or when libraries are mixed.
+    """
+    found = {_library_of(a) for a in arrays}
+    if len(found) != 1:
+        raise TypeError(f"arrays must all belong to one library, got {sorted(found)}; move them to one device first")
+    return found.pop()
+
+
+def _library_of(a: Any) -> str:
+    if isinstance(a, np.ndarray):
+        return "numpy"
+    root = type(a).__module__.partition(".")[0]
+    if root in ENGINES:
+        return root
+    hint = "; use kvsketch.adapters for torch tensors" if root == "torch" else ""
+    raise TypeError(f"expected a NumPy or CuPy array, got {type(a).__module__}.{type(a).__qualname__}{hint}")
+
+
+def namespace(*arrays: Any) -> ModuleType:
+    """The module (`numpy` or `cupy`) whose functions work on `arrays`."""
+    return sys.modules[array_library(*arrays)]
+
+
+def implementation(op: str, *arrays: Any, engine: str | None = None) -> Callable[..., Any]:
+    """The function that runs operation `op` (``"family.name"``) on `arrays`.
+
+    `engine=None` takes the fastest engine that offers the operation. A named engine that does not exist for the
+    arrays' library, or does not offer the operation, raises ValueError: there is no silent fallback.
+    """
+    return _find(op, array_library(*arrays), engine)[1]
+
+
+def engine_for(op: str, *arrays: Any, engine: str | None = None) -> str:
+    """Name of the engine that :func:`implementation` would use."""
+    return _find(op, array_library(*arrays), engine)[0]
+
+
+@cache
+def _find(op: str, library: str, engine: str | None) -> tuple[str, Callable[..., Any]]:
+    if engine is not None and engine not in ENGINES[library]:
+        raise ValueError(f"engine={engine!r} does not run on {library} arrays; choose from {list(ENGINES[library])}")
+    family, _, name = op.partition(".")
+    for candidate in ENGINES[library] if engine is None else (engine,):
+        module = engine_module(candidate, family)
+        function = getattr(module, name, None)
+        if function is not None:
+            return candidate, function
+    raise ValueError(f"engine={engine!r} does not offer {op!r}; leave engine=None to use one that does")
+
+
+def engine_module(engine: str, family: str) -> ModuleType | None:
+    """Module of `family` in `engine`, or None when the engine does not have that family.
+
+    Only the absence of the engine's own module is read as "not offered": an import that fails inside it propagates.
+    """
+    package = f"kvsketch.{engine}"
+    path = f"{package}.{family}"
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name in (package, path):
+            return None
+        raise

@@ -1,0 +1,138 @@
+"""The encoded pages of a cache's rows: growable page records, and how window tokens become pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvsketch._dispatch import namespace
+from kvsketch._exact_store import ExactStore, take_rows
+from kvsketch.codecs import SignSketch
+from kvsketch.layout import PageLayout
+from kvsketch.pages import encode_keys, encode_values, select_channels
+
+#: Tokens of a row that are encoded at a time, so that the encoders' temporaries stay bounded.
+ENCODE_TOKENS = 4096
+
+
+class Encoded(NamedTuple):
+    """Pages that were written behind a store's last ones but are not yet counted; see :meth:`PageStore.commit`."""
+
+    counts: Any  #: (b,) int64
+    channels: Any
+    saturated: int
+
+
+@dataclass
+class PageStore:
+    """Page records of b rows, one record a key/value head and page (docs/layout.md); row r has ``counts[r]`` pages.
+
+    `channels` are a sketch's outlier channels in mode "prompt": chosen for each row and head when the row's first page
+    is encoded, from all tokens that the row's window then holds. The exact first tokens do not take part: they are
+    never sketched, and their norms are not like those of others.
+    """
+
+    layout: PageLayout
+    pages: Any  #: (b, h, capacity, record_bytes) uint8
+    counts: Any  #: (b,) int64, on the host
+    channels: Any = None  #: (b, h, outliers) uint16
+    saturated: int = 0  #: numbers that were beyond float16 when stored, since the store was created
+
+    @classmethod
+    def create(cls, xp: ModuleType, layout: PageLayout, b: int, h: int, capacity: int = 0) -> PageStore:
+        """A store with no page and room for `capacity`."""
+        codec = layout.keys.codec
+        channels = None
+        if isinstance(codec, SignSketch) and codec.outliers and codec.outlier_channels == "prompt":
+            channels = xp.zeros((b, h, codec.outliers), dtype=xp.uint16)
+        pages = xp.zeros((b, h, capacity, layout.record_bytes), dtype=xp.uint8)
+        return cls(layout, pages, np.zeros(b, dtype=np.int64), channels)
+
+    @property
+    def channel_nbytes(self) -> int:
+        """Bytes of the outlier channels that are kept beside the pages, for rows that have pages."""
+        if self.channels is None:
+            return 0
+        return int((self.counts > 0).sum()) * int(self.channels[0].nbytes)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        return int(self.pages.nbytes) + (0 if self.channels is None else int(self.channels.nbytes))
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for exactly `capacity` pages a row, if there is less."""
+        if capacity > self.pages.shape[2]:
+            b, h, _, record_bytes = self.pages.shape
+            pages = namespace(self.pages).zeros((b, h, capacity, record_bytes), dtype=self.pages.dtype)
+            live = int(self.counts.max())
+            pages[:, :, :live] = self.pages[:, :, :live]
+            self.pages = pages
+
+    def encode(self, exact: ExactStore, due: Any, engine: str | None) -> Encoded:
+        """Write the first ``due[r]`` pages of each row's window behind its pages.
+
+        The pages do not count before :meth:`commit`, so that a failure in between leaves the store as it was. Buffers
+        that are too small grow by a quarter, or to what is needed when that is more.
+        """
+        needed, capacity = int((self.counts + due).max()), self.pages.shape[2]
+        if needed > capacity:
+            self.reserve(max(needed, capacity + capacity // 4))
+        channels = None if self.channels is None else self.channels.copy()
+        saturated = 0
+        uniform = exact.aligned and bool((self.counts == self.counts[0]).all())
+        b = len(due)
+        for rows in [slice(0, b)] if uniform else [slice(row, row + 1) for row in range(b)]:
+            first, count = int(self.counts[rows][0]), int(due[rows][0])
+            if count:
+                if channels is not None and first == 0:
+                    start, end = int(exact.starts[rows][0]), int((exact.starts + exact.counts)[rows][0])
+                    window = exact.window_k[rows, :, start:end]
+                    channels[rows] = select_channels(window, self.layout.keys, engine=engine)
+                chosen = None if channels is None else channels[rows]
+                saturated += self._encode_rows(rows, first, count, exact, chosen, engine)
+        return Encoded(due, channels, saturated)
+
+    def _encode_rows(
+        self, rows: slice, first: int, count: int, exact: ExactStore, channels: Any, engine: str | None
+    ) -> int:
+        """Encode `count` pages of rows with equal counts, to page `first` and on; number of saturations."""
+        p, split = self.layout.page_tokens, self.layout.value_offset
+        start = int(exact.starts[rows][0])
+        step = max(1, ENCODE_TOKENS // p)
+        saturated = 0
+        for done in range(0, count, step):
+            now = min(step, count - done)
+            tokens = slice(start + done * p, start + (done + now) * p)
+            out = self.pages[rows, :, first + done : first + done + now]
+            saturated += encode_keys(
+                exact.window_k[rows, :, tokens],
+                self.layout.keys,
+                channels=channels,
+                out=out[..., :split],
+                engine=engine,
+            )[1]
+            saturated += encode_values(
+                exact.window_v[rows, :, tokens], self.layout.values, out=out[..., split:], engine=engine
+            )[1]
+        return saturated
+
+    def commit(self, encoded: Encoded) -> None:
+        """Count the pages that :meth:`encode` wrote."""
+        self.counts = self.counts + encoded.counts
+        self.channels = encoded.channels
+        self.saturated += encoded.saturated
+
+    def take(self, rows: Any) -> PageStore:
+        """A new store of the given rows, which may repeat."""
+        channels = None if self.channels is None else take_rows(self.channels, rows)
+        return replace(self, pages=take_rows(self.pages, rows), counts=self.counts[rows], channels=channels)
+
+    def put(self, rows: Any, other: PageStore) -> None:
+        """Overwrite the given rows by those of a store of the same capacity."""
+        self.pages[rows] = other.pages
+        self.counts[rows] = other.counts
+        if self.channels is not None:
+            self.channels[rows] = other.channels

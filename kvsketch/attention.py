@@ -1,0 +1,101 @@
+"""Attention over a compressed cache, without decoding more than a tile of it at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from kvsketch._checks import check_float, check_gqa, check_ndim
+from kvsketch._dispatch import implementation, namespace
+from kvsketch.layout import PageLayout
+
+
+class CacheView(NamedTuple):
+    """One layer's cache as arrays. A row's tokens are its sinks, then its pages, then its window.
+
+    Row r has ``sink_counts[r]`` exact first tokens, ``page_counts[r]`` pages, and the exact tokens
+    ``window_starts[r] .. window_starts[r] + window_counts[r]`` of the window arrays. The three dimensions of exact
+    arrays before the last are rows, key/value heads and a capacity; what lies beyond a row's counts is never read.
+    """
+
+    layout: PageLayout
+    pages: Any  #: (b, h, capacity, record_bytes) uint8, C order
+    page_counts: Any  #: (b,) int64
+    sink_k: Any  #: (b, h, S, d)
+    sink_v: Any  #: (b, h, S, dv)
+    sink_counts: Any  #: (b,) int64
+    window_k: Any  #: (b, h, W, d)
+    window_v: Any  #: (b, h, W, dv)
+    window_starts: Any  #: (b,) int64
+    window_counts: Any  #: (b,) int64
+
+    @property
+    def lengths(self) -> Any:
+        """(b,) int64: tokens of each row."""
+        return self.sink_counts + self.page_counts * self.layout.page_tokens + self.window_counts
+
+
+def attend(
+    q: Any,
+    view: CacheView,
+    *,
+    limits: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Any = None,
+    engine: str | None = None,
+) -> Any:
+    """Softmax attention of queries over a compressed cache.
+
+    Scores are ``scale * <q, k^>``, soft-capped as ``softcap * tanh(score / softcap)``, plus `bias`; keys and values are
+    those that :func:`kvsketch.pages.decode_keys` and ``decode_values`` would give, exact ones as they are.
+
+    Parameters
+    ----------
+    q : (b, hq, s, d) float32, float16 or bfloat16
+        Queries; the `hq` heads share the `h` key/value heads in runs of hq/h.
+    limits : (b, s) int64, optional
+        Query i of row r sees the first ``limits[r, i]`` tokens of its row. By default the queries are the row's last s
+        tokens and see themselves and what came before.
+    bias : (b, 1 or hq, s, n) float32, optional
+        Added to the scores of token positions 0..n-1 of each row, n at least the longest row; -inf hides a token.
+    scale : default 1/sqrt(d)
+    softcap : positive, optional
+    sink_logits : (hq,) float32, optional
+        A learned logit of each head that joins the softmax's denominator only.
+
+    Returns
+    -------
+    (b, hq, s, dv) in the dtype of `q`; zeros for a query that sees nothing.
+    """
+    xp = namespace(q)
+    check_float("q", q)
+    check_ndim("q", q, "(b, hq, s, d)")
+    b, hq, s, d = q.shape
+    rows, h = view.pages.shape[:2]
+    if d != view.layout.keys.width or b != rows:
+        raise ValueError(f"q must have shape ({rows}, hq, s, {view.layout.keys.width}), got {tuple(q.shape)}")
+    check_gqa(hq, h)
+    if scale is None:
+        scale = 1 / math.sqrt(d)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}; leave it out for none")
+    if sink_logits is not None and tuple(sink_logits.shape) != (hq,):
+        raise ValueError(f"sink_logits must have shape ({hq},), got {tuple(sink_logits.shape)}")
+    lengths = view.lengths
+    if limits is None:
+        limits = xp.clip(lengths[:, None] + xp.arange(1 - s, 1), 0, None)
+    elif tuple(limits.shape) != (b, s):
+        raise ValueError(f"limits must have shape ({b}, {s}), got {tuple(limits.shape)}")
+    longest = int(lengths.max()) if b else 0
+    if bias is not None and (
+        bias.ndim != 4
+        or bias.shape[0] != b
+        or bias.shape[1] not in (1, hq)
+        or bias.shape[2] != s
+        or bias.shape[3] < longest
+    ):
+        raise ValueError(f"bias must have shape ({b}, 1 or {hq}, {s}, n >= {longest}), got {tuple(bias.shape)}")
+    run = implementation("attention.attend", q, engine=engine)
+    return run(q, view, limits=limits, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits)

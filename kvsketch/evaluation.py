@@ -1,0 +1,321 @@
+"""Compression methods side by side on a real model: size, quality and speed, as ``kvsketch compare`` reports them.
+
+A window of text is `prompt_tokens` tokens that the model reads exactly, once, with transformers' own ``DynamicCache``;
+then `score_tokens` tokens that it is asked to predict one after the other while it reads them (teacher forcing). Each
+method starts from the same exact prompt, compressed, and reads the scored tokens through its compressed cache: the
+path that generation takes. Everything is compared with what the dense cache of transformers predicts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvsketch.measurement import (
+    NEIGHBOUR_LIMIT,
+    STEADY_LIMIT,
+    Neighbours,
+    Progress,
+    Step,
+    Timing,
+    peak_extra_bytes,
+    time_steps,
+)
+from kvsketch.methods import Method
+
+#: Tokens read in one forward while scoring.
+CHUNK = 16
+#: Decode steps timed a method: one page of 32 tokens, so that every cache encodes a page once meanwhile.
+STEPS = 32
+WARM_UP = 2
+#: Name of the row of transformers' dense cache.
+BASELINE = "transformers"
+#: Largest relative difference in perplexity, and smallest top-1 agreement, of `exact` and transformers' dense cache.
+EXACT_LIMITS = {"float32": (1e-4, 1.0), "float16": (1e-2, 0.97), "bfloat16": (1e-2, 0.97)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of a comparison.
+
+    Bits are a number, first tokens and window included, in the live cache of `tokens` tokens. `dense_bytes` is the
+    same cache dense in 16 bits, `dense_bytes_model` dense in the model's dtype, `ratio` dense_bytes/cache_bytes. `kl`
+    is the mean KL(dense || method) in nats over scored tokens, `top1` how often both name the same likeliest token.
+    `decode_ms` is the median time of a one-token step, `floor_ms` of one with an empty context, `attention_ms` the
+    difference. `peak_step_mb` is what the cache and one step need at most, in 10^6 bytes, None where that cannot be
+    read. `contended` marks times that were taken while something else used the machine.
+    """
+
+    method: str
+    key_bits: float
+    value_bits: float
+    bits: float
+    cache_bytes: int
+    dense_bytes: int
+    dense_bytes_model: int
+    ratio: float
+    perplexity: float
+    perplexity_ratio: float
+    kl: float
+    top1: float
+    decode_ms: float
+    floor_ms: float
+    tokens_per_s: float
+    contended: bool
+    decode_q1_ms: float
+    decode_q3_ms: float
+    attention_ms: float
+    peak_step_mb: float | None
+    tokens: int
+
+
+def text_windows(
+    tokenizer: Any, text: str, *, prompt_tokens: int, score_tokens: int, windows: int = 1
+) -> list[torch.Tensor]:
+    """The first `windows` windows of `text`, one after the other: int64 tensors (1, prompt_tokens + score_tokens + 1).
+
+    The last token is only predicted. A tokenizer that opens a text with a token of its own (BOS) opens each window with
+    it, as part of the prompt. ValueError when the text is too short.
+    """
+    body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    opened = tokenizer("a", verbose=False)["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    opening = opened[: opened.index(plain[0])] if plain else []
+    taken = prompt_tokens + score_tokens + 1 - len(opening)
+    if len(body) < windows * taken:
+        raise ValueError(
+            f"the text has {len(body)} tokens, but windows={windows} of prompt_tokens={prompt_tokens} and "
+            f"score_tokens={score_tokens} take {windows * taken}; give a longer text or ask for less"
+        )
+    return [torch.tensor([[*opening, *body[w * taken : (w + 1) * taken]]]) for w in range(windows)]
+
+
+def compare_methods(
+    model: Any,
+    windows: Sequence[torch.Tensor],
+    methods: Sequence[Method],
+    *,
+    prompt_tokens: int,
+    baseline: bool = False,
+    progress: Progress = lambda description, completed, total: None,
+) -> list[Result]:
+    """Measure each of `methods` with `model` on `windows` of tokens (1, n), n > prompt_tokens + 1.
+
+    With `baseline` the first row is transformers' dense cache, named ``"transformers"``. `progress` is called with a
+    description, the work done and, where known, the work to do. Decode steps are timed after the last window, at the
+    length of a whole window. The model is left with the attention that it came with.
+    """
+    scores = {name: _Score() for name in (BASELINE, *(m.name for m in methods))}
+    own_attention = model.config._attn_implementation
+    try:
+        with torch.inference_mode():
+            for number, window in enumerate(windows, 1):
+                title = f"window {number}/{len(windows)}"
+                runs = _start_runs(model, window[:, :prompt_tokens], methods, own_attention, title, progress)
+                _score_window(model, window[:, prompt_tokens:], runs, scores, title, progress)
+            measured = runs if baseline else runs[1:]
+            steps = _measure_steps(model, measured, windows[-1], own_attention, progress)
+    finally:
+        model.set_attn_implementation(own_attention)
+    exact_perplexity = scores[BASELINE].perplexity
+    return [_result(run, scores[run.name], exact_perplexity, steps) for run in measured]
+
+
+def warm_up(model: Any, method: Method) -> None:
+    """Fill and read a cache that is thrown away, so that the kernels of `method` are compiled afterwards.
+
+    Raises ValueError, at the price of a few short forwards, when the method does not fit the model.
+    """
+    from kvsketch.adapters.transformers_cache import CompressedCache
+
+    layers = model.config.get_text_config().num_hidden_layers
+    settings = [method.for_layer(layer, layers) for layer in range(layers)]
+    tokens = max(s.sink_tokens + s.residual_length for s in settings) + 128
+    ids = torch.arange(tokens)[None] % model.config.get_text_config().vocab_size
+    cache = CompressedCache.for_model(model, method)
+    with torch.inference_mode():
+        for chunk in (ids[:, :-3], ids[:, -3:-1], ids[:, -1:]):
+            read_tokens(model, chunk, cache, last_only=True)
+
+
+def check_exact(results: Sequence[Result], dtype: str) -> tuple[bool, str] | None:
+    """Whether the row ``exact`` is what transformers' dense cache gives, and a sentence on it; None without a row."""
+    row = next((r for r in results if r.method == "exact"), None)
+    if row is None:
+        return None
+    difference = abs(row.perplexity_ratio - 1)
+    most, least = EXACT_LIMITS[dtype]
+    passed = difference <= most and row.top1 >= least
+    return passed, (
+        f"exact against transformers' DynamicCache: perplexity differs by {difference:.1e} (at most {most:.0e}), "
+        f"top-1 agreement {row.top1:.4f} (at least {least:g})"
+    )
+
+
+@dataclass
+class _Run:
+    """A cache that is being compared, and the attention that its model needs."""
+
+    name: str
+    cache: Any
+    attention: str
+
+    def sizes(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Bits and bytes of the cache as it is now."""
+        if self.name != BASELINE:
+            return self.cache.report()["total"]
+        tensors = [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
+        nbytes = sum(t.nbytes for t in tensors)
+        bits = 8.0 * dtype.itemsize
+        return {"tokens": self.cache.get_seq_length(), "key_bits": bits, "value_bits": bits, "bits": bits} | {
+            "nbytes": nbytes,
+            "allocated_nbytes": nbytes,
+            "dense_nbytes_16": 2 * sum(t.numel() for t in tensors),
+            "dense_nbytes_model": nbytes,
+        }
+
+
+@dataclass
+class _Score:
+    """Sums over scored tokens."""
+
+    tokens: int = 0
+    surprise: float = 0.0
+    kl: float = 0.0
+    agreed: int = 0
+
+    def add(self, log_p: torch.Tensor, exact_log_p: torch.Tensor, targets: torch.Tensor) -> None:
+        """Count predictions `log_p` (s, vocabulary) against `exact_log_p` and the true tokens `targets` (s,)."""
+        self.tokens += len(targets)
+        self.surprise -= float(log_p.gather(1, targets[:, None]).sum())
+        self.kl += float((exact_log_p.exp() * (exact_log_p - log_p)).nan_to_num(0.0).sum())
+        self.agreed += int((log_p.argmax(1) == exact_log_p.argmax(1)).sum())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise / self.tokens)
+
+
+def read_tokens(model: Any, ids: torch.Tensor, cache: Any, *, last_only: bool = False) -> torch.Tensor:
+    """Logits (s, vocabulary) of `model` for `ids` (1, s) after what `cache` holds; of the last token only if asked."""
+    arguments: dict[str, Any] = {"use_cache": True, cache_argument(model): cache}
+    if last_only and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1
+    logits = model(ids.to(model.device), **arguments).logits[0]
+    return logits[-1:] if last_only else logits
+
+
+def cache_argument(model: Any) -> str:
+    """What the model's ``forward`` calls its cache: ``"cache"`` since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _start_runs(
+    model: Any, prompt: torch.Tensor, methods: Sequence[Method], own_attention: str, title: str, progress: Progress
+) -> list[_Run]:
+    """Prefill `prompt` once, exactly; compress the dense cache by each method. The dense run comes first."""
+    from kvsketch.adapters.transformers_cache import CompressedCache
+
+    progress(f"{title}: reading a prompt of {prompt.shape[1]} tokens", 0, None)
+    model.set_attn_implementation(own_attention)
+    dense = DynamicCache(config=model.config)
+    read_tokens(model, prompt, dense, last_only=True)
+    runs = [_Run(BASELINE, dense, own_attention)]
+    for number, method in enumerate(methods):
+        progress(f"{title}: compressing by {method.name}", number, len(methods))
+        cache = CompressedCache.from_dense(model, dense, method)
+        runs.append(_Run(method.name, cache, model.config._attn_implementation))
+    return runs
+
+
+def _score_window(
+    model: Any, rest: torch.Tensor, runs: Sequence[_Run], scores: dict[str, _Score], title: str, progress: Progress
+) -> None:
+    """Read `rest` (1, s + 1) but its last token through every run's cache, and score what each predicts."""
+    given, targets = rest[:, :-1], rest[0, 1:].to(model.device)
+    for start in range(0, len(targets), CHUNK):
+        progress(f"{title}: scoring", start, len(targets))
+        chunk = slice(start, start + CHUNK)
+        exact_log_p: torch.Tensor | None = None
+        for run in runs:
+            model.set_attn_implementation(run.attention)
+            log_p = read_tokens(model, given[:, chunk], run.cache).double().log_softmax(-1)
+            exact_log_p = log_p if exact_log_p is None else exact_log_p
+            scores[run.name].add(log_p, exact_log_p, targets[chunk])
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What was measured of decode steps: by run, the quartiles of its time, its sizes and its peak memory."""
+
+    times: dict[str, Timing]
+    sizes: dict[str, dict[str, Any]]
+    peak_mb: dict[str, float | None]
+    contended: bool
+
+
+def _measure_steps(
+    model: Any, runs: Sequence[_Run], window: torch.Tensor, own_attention: str, progress: Progress
+) -> _Steps:
+    """Sizes of the runs' caches, then one-token steps through them, in turns, and through an empty dense cache."""
+    token = window[:, :1]
+
+    def step(run: _Run) -> Step:
+        return Step(
+            run.name,
+            lambda: model.set_attn_implementation(run.attention),
+            lambda: read_tokens(model, token, run.cache),
+        )
+
+    sizes = {run.name: run.sizes(model.dtype) for run in runs}
+    floor = Step(
+        "floor",
+        lambda: model.set_attn_implementation(own_attention),
+        lambda: read_tokens(model, token, DynamicCache(config=model.config)),
+    )
+    neighbours = Neighbours()
+    times = time_steps([floor, *map(step, runs)], rounds=STEPS, warm_up=WARM_UP, progress=progress)
+    contended = neighbours.busiest_share() > NEIGHBOUR_LIMIT or times["floor"].spread > STEADY_LIMIT
+
+    peak_mb: dict[str, float | None] = {}
+    for number, run in enumerate(runs):
+        progress("Measuring the memory of a step", number, len(runs))
+        measured = step(run)
+        measured.prepare()
+        extra = [peak_extra_bytes(measured.run) for _ in range(2)]
+        peaks = [e + run.sizes(model.dtype)["allocated_nbytes"] for e in extra if e is not None]
+        peak_mb[run.name] = max(peaks) / 1e6 if peaks else None
+    return _Steps(times, sizes, peak_mb, contended)
+
+
+def _result(run: _Run, score: _Score, exact_perplexity: float, steps: _Steps) -> Result:
+    sizes, time, floor = steps.sizes[run.name], steps.times[run.name], steps.times["floor"]
+    return Result(
+        method=run.name,
+        key_bits=sizes["key_bits"],
+        value_bits=sizes["value_bits"],
+        bits=sizes["bits"],
+        cache_bytes=sizes["nbytes"],
+        dense_bytes=sizes["dense_nbytes_16"],
+        dense_bytes_model=sizes["dense_nbytes_model"],
+        ratio=sizes["dense_nbytes_16"] / sizes["nbytes"],
+        perplexity=score.perplexity,
+        perplexity_ratio=score.perplexity / exact_perplexity,
+        kl=score.kl / score.tokens,
+        top1=score.agreed / score.tokens,
+        decode_ms=time.median,
+        floor_ms=floor.median,
+        tokens_per_s=1e3 / time.median,
+        contended=steps.contended,
+        decode_q1_ms=time.first_quartile,
+        decode_q3_ms=time.third_quartile,
+        attention_ms=time.median - floor.median,
+        peak_step_mb=steps.peak_mb[run.name],
+        tokens=sizes["tokens"],
+    )

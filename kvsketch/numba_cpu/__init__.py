@@ -1,0 +1,1 @@
+"""The CPU engine: the same operations in Numba."""

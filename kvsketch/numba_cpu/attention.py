@@ -1,0 +1,300 @@
+"""Fused attention over compressed pages in Numba: scores, online softmax and values in one pass.
+
+Work is split over rows, key/value heads and runs of tokens; each part keeps a running maximum, sum and weighted mix,
+and the parts of a head are joined by log-sum-exp. The split depends on the shapes alone, so results do not depend on
+the number of threads. Scores are kept in units of log2.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from kvsketch.attention import CacheView
+from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideLayout
+from kvsketch.numba_cpu.lanes import exp2, load, max_all, multiply_add, splat, store, store_lane_sums, sum_all
+from kvsketch.numba_cpu.pages import UNIT
+from kvsketch.numba_cpu.tiles import Work, mix_exact, mix_ints, number_bytes, score_exact, score_ints, score_sketch
+from kvsketch.reference import attention as reference
+from kvsketch.reference.pages import projections
+
+LOG2E = math.log2(math.e)
+#: Tokens whose scores are computed before the softmax is updated; a whole number of pages of any size.
+TILE = 128
+#: A run of tokens is at least this long, and rows, heads and runs together make about this many parts.
+RUN_TOKENS, PARTS = 512, 32
+#: With more query rows than this on a key/value head, tiles are decoded once and multiplied by a matrix product.
+FUSED_QUERIES = 128
+
+
+class Queries(NamedTuple):
+    """The queries of a step, scaled to units of log2 (of the soft cap where there is one)."""
+
+    q: Any  #: (b, h, Q, rows) channels padded with zeros
+    sketch: Any  #: (b, h, Q, m) their sketch, empty for keys that are not sketched
+    table: Any  #: (d, m) transposed projection
+    outlier_table: Any  #: (d, outlier_m) that of the outlier channels
+    factor: Any  #: c/m of the estimate
+    outlier_factor: Any  #: c/m of the outlier channels' estimate
+
+
+class Mask(NamedTuple):
+    """What a query sees."""
+
+    limits: Any  #: (b, s) tokens
+    bias: Any  #: (b, 1 or hq, s, n), or without rows
+    softcap: Any  #: 0 for none
+
+
+@njit(cache=True, nogil=True)
+def _update_softmax(work, count, position, row, head, mask):  # type: ignore[no-untyped-def]
+    """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
+    s = mask.limits.shape[1]
+    any_seen = False
+    for i in range(work.scores.shape[0]):
+        x = work.scores[i]
+        seen = max(0, min(count, mask.limits[row, i % s] - position))
+        if mask.softcap > 0:
+            for t in range(seen):
+                x[t] = np.float32(mask.softcap * LOG2E) * np.tanh(x[t])
+        if mask.bias.shape[0] > 0:
+            query_head = 0 if mask.bias.shape[1] == 1 else (head * work.scores.shape[0] + i) // s
+            for t in range(seen):
+                x[t] += mask.bias[row, query_head, i % s, position + t] * np.float32(LOG2E)
+        x[seen:] = -np.inf
+        highest = work.state[i, 0]
+        for t in range(0, TILE, 64):
+            highest = max(highest, max_all(load(x, t)))
+        if highest == -np.inf:
+            x[:] = 0
+            continue
+        any_seen = True
+        if highest > work.state[i, 0]:
+            decay = np.float32(2.0 ** (work.state[i, 0] - highest))
+            work.state[i, 0] = highest
+            work.state[i, 1] *= decay
+            work.mix[i] *= decay
+            work.base[i] *= decay
+        one, shift = splat(np.float32(1)), splat(-highest)
+        for t in range(0, TILE, 64):
+            weights = exp2(multiply_add(load(x, t), one, shift))
+            store(x, t, weights)
+            work.state[i, 1] += sum_all(weights)
+    return any_seen
+
+
+@njit(cache=True, nogil=True)
+def _attend_exact(keys, values, key_spec, value_spec, position, row, head, queries, mask, work):  # type: ignore[no-untyped-def]
+    """Take in exact tokens, given as the bytes of their keys and values."""
+    key_bytes, value_bytes = number_bytes(key_spec), number_bytes(value_spec)
+    count = keys.size // key_bytes
+    for first in range(0, count, TILE):
+        here = min(TILE, count - first)
+        score_exact(keys[first * key_bytes : (first + here) * key_bytes], key_spec, queries.q[row, head], work, 0)
+        if _update_softmax(work, here, position + first, row, head, mask):
+            mix_exact(values[first * value_bytes : (first + here) * value_bytes], value_spec, work, 0)
+
+
+@njit(cache=True, nogil=True)
+def _attend_pages(records, key_spec, value_spec, position, row, head, queries, mask, work):  # type: ignore[no-untyped-def]
+    """Take in encoded pages, records uint8 (pages, record bytes)."""
+    tokens = key_spec.tokens
+    key_bytes, value_bytes = tokens * number_bytes(key_spec), tokens * number_bytes(value_spec)
+    q, step = queries.q[row, head], TILE // tokens
+    for first in range(0, records.shape[0], step):
+        last = min(first + step, records.shape[0])
+        for page in range(first, last):
+            record, target = records[page], (page - first) * tokens
+            if key_spec.kind == KIND_EXACT:
+                score_exact(record[:key_bytes], key_spec, q, work, target)
+            elif key_spec.kind == KIND_SKETCH:
+                score_sketch(record, key_spec, q, queries.sketch[row, head], queries, work, target)
+            else:
+                score_ints(record, key_spec, q, work, target)
+        if _update_softmax(work, (last - first) * tokens, position + first * tokens, row, head, mask):
+            for page in range(first, last):
+                record, target = records[page, key_spec.nbytes :], (page - first) * tokens
+                if value_spec.kind == KIND_EXACT:
+                    mix_exact(record[:value_bytes], value_spec, work, target)
+                else:
+                    mix_ints(record, value_spec, work, target)
+
+
+@njit(cache=True, nogil=True)
+def _finish(work, spec, out):  # type: ignore[no-untyped-def]
+    """Sum the rows of the mix and add the groups' bases: out (Q, dv), still to be divided by the sums."""
+    sums = np.empty((spec.width + 7) // 8 * 8, np.float32)
+    for i in range(out.shape[0]):
+        for lane in range(0, spec.width, 8):
+            store_lane_sums(sums, lane, load(work.mix[i], 8 * lane))
+        for c in range(spec.width):
+            out[i, c] = sums[c]
+            if spec.groups > 0:
+                out[i, c] += work.base[i, c // spec.group]
+
+
+@njit(cache=True, nogil=True)
+def _make_work(queries, key_spec, value_spec, state):  # type: ignore[no-untyped-def]
+    """Scratch for one part."""
+    count = state.shape[0]
+    units = max(queries.q.shape[3], queries.table.shape[1], queries.outlier_table.shape[1]) // 8
+    key_tile = units * max(1, key_spec.group // 32)
+    value_tile = (value_spec.width + 31) // 32 * (value_spec.tokens // 8)
+    state[:, 0] = -np.inf
+    state[:, 1] = 0
+    return Work(
+        np.empty(max(key_tile, value_tile) * UNIT, np.float32),
+        np.empty((3, max(units * 8, value_spec.tokens)), np.float32),
+        np.empty((count, TILE), np.float32),
+        state,
+        np.zeros((count, (value_spec.width + 7) // 8 * 64), np.float32),
+        np.zeros((count, value_spec.groups), np.float32),
+    )
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def _attend_parts(queries, view, key_spec, value_spec, mask, states, mixes):  # type: ignore[no-untyped-def]
+    """Every (row, head, run) on its own: running maximum and sum in `states`, undivided mix in `mixes`.
+
+    The view's exact arrays are bytes (b, h, bytes); states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv).
+    """
+    b, h, runs = states.shape[:3]
+    key_bytes, value_bytes = number_bytes(key_spec), number_bytes(value_spec)
+    for part in prange(b * h * runs):
+        row, head, run = part // (h * runs), part // runs % h, part % runs
+        work = _make_work(queries, key_spec, value_spec, states[row, head, run])
+        sinks, pages = view.sink_counts[row], view.page_counts[row]
+        if run == 0:
+            k, v = view.sink_k[row, head, : sinks * key_bytes], view.sink_v[row, head, : sinks * value_bytes]
+            _attend_exact(k, v, key_spec, value_spec, 0, row, head, queries, mask, work)
+        first, last = pages * run // runs, pages * (run + 1) // runs
+        position = sinks + first * key_spec.tokens
+        records = view.pages[row, head, first:last]
+        _attend_pages(records, key_spec, value_spec, position, row, head, queries, mask, work)
+        if run == runs - 1:
+            start, end = view.window_starts[row], view.window_starts[row] + view.window_counts[row]
+            k = view.window_k[row, head, start * key_bytes : end * key_bytes]
+            v = view.window_v[row, head, start * value_bytes : end * value_bytes]
+            position = sinks + pages * key_spec.tokens
+            _attend_exact(k, v, key_spec, value_spec, position, row, head, queries, mask, work)
+        _finish(work, value_spec, mixes[row, head, run])
+
+
+@njit(cache=True, nogil=True)
+def _join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
+    """Join the runs of each head by log-sum-exp: out float32 (b, h, Q, dv). sink_logits (hq,) in log2, or empty."""
+    b, h, runs, count, _ = mixes.shape
+    for row in range(b):
+        for head in range(h):
+            for i in range(count):
+                highest, total = np.float32(-np.inf), np.float32(0)
+                if sink_logits.size > 0:
+                    highest = sink_logits[(head * count + i) // s]
+                for run in range(runs):
+                    highest = max(highest, states[row, head, run, i, 0])
+                target = out[row, head, i]
+                target[:] = 0
+                if highest == -np.inf:
+                    continue
+                if sink_logits.size > 0:
+                    total += np.float32(2.0 ** (sink_logits[(head * count + i) // s] - highest))
+                for run in range(runs):
+                    weight = np.float32(2.0 ** (states[row, head, run, i, 0] - highest))
+                    if weight > 0:
+                        total += weight * states[row, head, run, i, 1]
+                        target += weight * mixes[row, head, run, i]
+                target /= total
+
+
+_NO_BIAS = np.zeros((0, 0, 0, 0), np.float32)
+_NO_LOGITS = np.zeros(0, np.float32)
+_NO_TABLES = (*(np.zeros((0, 0), np.float32),) * 2, np.float32(0), np.float32(0))
+
+
+def attend(
+    q: Any, view: CacheView, *, limits: Any, bias: Any, scale: float, softcap: float | None, sink_logits: Any
+) -> Any:
+    b, hq, s, d = q.shape
+    h, dv = view.pages.shape[1], view.layout.values.width
+    count = hq // h * s
+    if count > FUSED_QUERIES:
+        return reference.attend(
+            q, view, limits=limits, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits
+        )
+    if b * count == 0:
+        return np.zeros((b, hq, s, dv), q.dtype)
+    sketched = view.layout.keys.spec.kind == KIND_SKETCH
+    tables = _padded_projections(view.layout.keys) if sketched else _NO_TABLES
+    scaled = np.zeros((b, h, count, _round_up(d, 16)), np.float32)
+    unit = np.float32(scale / softcap if softcap else scale * LOG2E)
+    np.multiply(q.reshape(b, h, count, d), unit, out=scaled[..., :d], casting="unsafe")
+    sketch = scaled[..., :d] @ tables[0] if sketched else scaled[..., :0]
+    runs = _run_count(view, b * h)
+    states = np.empty((b, h, runs, count, 2), np.float32)
+    mixes = np.empty((b, h, runs, count, dv), np.float32)
+    exact = {name: _as_bytes(getattr(view, name)) for name in ("sink_k", "sink_v", "window_k", "window_v")}
+    _attend_parts(
+        Queries(scaled, np.ascontiguousarray(sketch), *tables),
+        CacheArrays(*view._replace(**exact)[1:]),
+        view.layout.keys.spec,
+        view.layout.values.spec,
+        Mask(
+            np.ascontiguousarray(limits, dtype=np.int64),
+            _NO_BIAS if bias is None else np.ascontiguousarray(bias, dtype=np.float32),
+            float(softcap or 0),
+        ),
+        states,
+        mixes,
+    )
+    logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
+    out = np.empty((b, h, count, dv), np.float32)
+    _join_parts(states, mixes, logits, s, out)
+    return out.reshape(b, hq, s, dv).astype(q.dtype, copy=False)
+
+
+class CacheArrays(NamedTuple):
+    """The arrays of a :class:`kvsketch.attention.CacheView`, the exact ones as bytes (b, h, bytes)."""
+
+    pages: Any
+    page_counts: Any
+    sink_k: Any
+    sink_v: Any
+    sink_counts: Any
+    window_k: Any
+    window_v: Any
+    window_starts: Any
+    window_counts: Any
+
+
+def _run_count(view: CacheView, heads: int) -> int:
+    """Runs of tokens that each head's pages are split into; a function of shapes alone."""
+    tokens = int(view.page_counts.max()) * view.layout.page_tokens
+    return max(1, min(-(-tokens // RUN_TOKENS), -(-PARTS // heads)))
+
+
+def _as_bytes(x: Any) -> Any:
+    """(b, h, tokens, width) numbers as uint8 (b, h, bytes), without a copy when they are contiguous."""
+    x = np.ascontiguousarray(x)
+    return x.reshape(*x.shape[:2], -1).view(np.uint8) if x.size else np.zeros((*x.shape[:2], 0), np.uint8)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@lru_cache(maxsize=64)
+def _padded_projections(side: SideLayout) -> tuple[Any, Any, Any, Any]:
+    """Transposed projections (d, m) and (d, outlier_m), columns padded to 16 with zeros, and the estimates' c/m."""
+    tables, factors = [], []
+    for projection in projections(side):
+        m = 0 if projection is None else projection.m
+        table = np.zeros((side.width, _round_up(m, 16)), np.float32)
+        if projection is not None:
+            table[:, :m] = projection.matrix.T
+        tables.append(table)
+        factors.append(np.float32(0 if projection is None else projection.constant / m))
+    return tables[0], tables[1], factors[0], factors[1]
