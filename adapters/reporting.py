@@ -11,8 +11,8 @@ from kvsketch.adapters.layers import CompressedLayer
 if TYPE_CHECKING:
     from kvsketch.adapters.transformers_cache import CompressedCache
 
-_SUMMED = ("nbytes", "allocated_nbytes", "dense_nbytes_16", "dense_nbytes_model")
-_TOKENS = ("tokens", "exact_tokens", "encoded_tokens")
+_SUMMED = ("nbytes", "allocated_nbytes", "dense_nbytes_16", "dense_nbytes_model", "saturated")
+_COMMON = ("batch", "length", "tokens", "exact_tokens", "encoded_tokens")
 
 
 def layer_reports(cache: CompressedCache) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def total_report(cache: CompressedCache) -> dict[str, Any]:
     """All layers together: bytes summed, bits weighted by numbers, tokens those of one compressed layer."""
     entries = layer_reports(cache)
     own = [entry for entry, layer in zip(entries, cache.layers, strict=True) if isinstance(layer, CompressedLayer)]
-    total: dict[str, Any] = {name: _common([entry[name] for entry in own]) for name in _TOKENS}
+    total: dict[str, Any] = {name: _common([entry[name] for entry in own]) for name in _COMMON}
     stores = [layer.store for layer in cache.compressed if not layer.store.is_empty]
     keys = sum(int(store.lengths.sum()) * store.heads * store.d for store in stores)
     values = sum(int(store.lengths.sum()) * store.heads * store.dv for store in stores)
@@ -40,6 +40,9 @@ def total_report(cache: CompressedCache) -> dict[str, Any]:
     total["value_bits"] = 8 * value_nbytes / values if values else 0.0
     total["bits"] = 8 * (key_nbytes + value_nbytes) / (keys + values) if keys + values else 0.0
     total |= {name: sum(entry[name] for entry in entries) for name in _SUMMED}
+    # Layers with sketches of one seed and size share their projections.
+    tables = {(store.settings.keys, store.d): store.table_nbytes for store in stores}
+    total["table_nbytes"] = sum(tables.values())
     engines: dict[str, set[str]] = {}
     for entry in own:
         for operation, engine in entry["engines"].items():
@@ -65,6 +68,8 @@ def _dense_report(layer: Any) -> dict[str, Any]:
     tokens = keys.shape[0] * keys.shape[2] if filled else 0
     key_bits, value_bits = (8.0 * keys.element_size(), 8.0 * values.element_size()) if filled else (0.0, 0.0)
     return {
+        "batch": keys.shape[0] if filled else 0,
+        "length": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
         "tokens": tokens,
         "exact_tokens": tokens,
         "encoded_tokens": 0,
@@ -73,7 +78,9 @@ def _dense_report(layer: Any) -> dict[str, Any]:
         "bits": (key_bits + value_bits) / 2,
         "nbytes": nbytes,
         "allocated_nbytes": nbytes,
+        "table_nbytes": 0,
         "dense_nbytes_16": 2 * sum(x.numel() for x in tensors if x.is_floating_point()),
         "dense_nbytes_model": nbytes,
+        "saturated": 0,
         "engines": {},
     }

@@ -47,7 +47,7 @@ class CompressedCache(transformers.Cache):
     >>> cache.get_seq_length()
     207
     >>> cache.report()["total"]["encoded_tokens"]
-    128
+    160
     >>> cache.nbytes < cache.report()["total"]["dense_nbytes_16"]
     True
     """
@@ -214,8 +214,8 @@ class CompressedCache(transformers.Cache):
 
         Each dict has the keys of :meth:`kvsketch.cache.Cache.report`: tokens, bits per number of keys and values,
         bytes, the bytes of a dense cache, the engine of each operation. A layer of transformers' own reports itself
-        as exact. In ``total`` bytes are summed, bits are weighted by numbers, and token counts are those of one
-        compressed layer (their mean where layers differ).
+        as exact. In ``total`` bytes are summed, tables that layers share are counted once, bits are weighted by
+        numbers, and token counts are those of one compressed layer (their mean where layers differ).
         """
         return {
             "method": self.method.name,
@@ -281,7 +281,7 @@ class CompressedCache(transformers.Cache):
         length = self.get_seq_length()
         done = False
         try:
-            for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, CompressedLayer)):
+            for layer in sorted(self.layers, key=_crop_order):
                 layer.crop(tokens_to_remove)
                 done = done or tokens_to_remove != 0
         except (ValueError, RuntimeError):
@@ -319,6 +319,14 @@ class CompressedCache(transformers.Cache):
     def load(cls, model: transformers.PreTrainedModel, path: str | Path) -> CompressedCache:
         """The cache that :meth:`save` wrote, for the same model; ValueError names what does not match."""
         return saving.load(cls, model, Path(path))
+
+
+def _crop_order(layer: Any) -> int:
+    """Layers that may refuse a crop go first, so that the others are still whole when one does."""
+    if isinstance(layer, CompressedLayer):
+        return 1
+    forgets = isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
+    return 0 if forgets and layer.get_seq_length() >= layer.sliding_window else 2
 
 
 def decoder_config(model: transformers.PreTrainedModel) -> Any:

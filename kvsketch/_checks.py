@@ -17,8 +17,11 @@ BITS = (1, 2, 3, 4, 8)
 
 def check_float(name: str, x: Any) -> None:
     """Raise TypeError unless `x` is float32, float16 or bfloat16."""
-    if x.dtype not in FLOAT_DTYPES.values():
-        raise TypeError(f"{name} has dtype {x.dtype}; cast it to one of {list(FLOAT_DTYPES)}")
+    dtype = getattr(x, "dtype", None)
+    if dtype not in FLOAT_DTYPES.values():
+        if dtype is None:
+            raise TypeError(f"{name} must be a NumPy or CuPy array, got {type(x).__qualname__}")
+        raise TypeError(f"{name} has dtype {dtype}; cast it to one of {list(FLOAT_DTYPES)}")
 
 
 def check_ndim(name: str, x: Any, letters: str) -> None:

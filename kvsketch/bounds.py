@@ -151,7 +151,7 @@ def sketch_size_published(eps: float, delta: float) -> int:
 
     Counterexample: q orthogonal to k fails with probability erfc(eps sqrt(m/pi)), which for this m behaves like
     (delta/2)^(4/3 (1+eps)/pi): for every eps < 3 pi/4 - 1 = 1.356 it exceeds delta once delta is small enough. At
-    eps = 0.3 it is .042 for delta = .05, but .014 for delta = .01. Use :func:`sketch_size`.
+    eps = 0.3 it is .042 for delta = .05, but .015 for delta = .01. Use :func:`sketch_size`.
     """
     eps, delta = _check_positive("eps", eps), _check_probability("delta", delta)
     return math.ceil(4 / 3 * (1 + eps) / eps**2 * math.log(2 / delta))

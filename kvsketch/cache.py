@@ -5,6 +5,11 @@ n tokens is due ``max(0, (n - sink_tokens - residual_length) // p)`` pages of p 
 of the next append, or by :meth:`Cache.flush`, so that a step attends exactly over its own tokens. A token is encoded
 once and never again. Each row of a batch counts its own tokens and padding is not stored: its bytes are those of the
 row alone.
+
+The same tokens in any pieces end, after a flush, as the same bytes (but for outlier channels chosen from the prompt,
+which depend on what the window holds when a row's first page is encoded). They do not give the same results on the way:
+the first forward over a prompt is exact, while a later piece, or a question asked again over a prompt that is already
+encoded, attends over encoded pages.
 """
 
 from __future__ import annotations
@@ -137,9 +142,9 @@ class Cache(CacheSizes):
     def reserve(self, n: int) -> None:
         """Make room for `n` tokens a row, so that no buffer of pages grows before."""
         check_integer("n", n, low=0)
-        self.max_tokens = max(n, self.max_tokens or 0)
         if self._contents is not None:
             self._contents.pages.reserve(due_pages(n, self.settings, self._contents.exact.page))
+        self.max_tokens = max(n, self.max_tokens or 0)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -285,6 +290,9 @@ class Cache(CacheSizes):
         if self._contents is not None:
             new._contents = self._contents.take(np.arange(self.batch))
         return new
+
+    def __copy__(self) -> Cache:
+        return self.copy()
 
     def __deepcopy__(self, memo: Any) -> Cache:
         return self.copy()

@@ -14,16 +14,15 @@ from typing import Annotated, Any
 import typer
 
 from kvsketch.console import (
-    CONSOLE,
     DTYPES,
     at_least,
     fail,
     load_language_model,
     note_length,
     parse_method,
+    print_results,
     progress_bar,
     read_text,
-    result_tables,
     split_methods,
     user_errors,
     waiting,
@@ -37,6 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 ModelOption = Annotated[
@@ -194,10 +194,10 @@ def compare(
 
     with user_errors(f"--text {source}"):
         ids = text_windows(tokenizer, content, prompt_tokens=prompt_tokens, score_tokens=score_tokens, windows=windows)
-    note_length(language_model, prompt_tokens + score_tokens)
     for method in chosen:
         with waiting(f"Preparing {method.name}"), user_errors(f"--methods {method.name}"):
             warm_up(language_model, method)
+    note_length(language_model, prompt_tokens + score_tokens)
     with progress_bar() as progress, user_errors("--model"):
         results = compare_methods(
             language_model, ids, chosen, prompt_tokens=prompt_tokens, baseline=baseline, progress=progress
@@ -207,8 +207,7 @@ def compare(
         "windows": windows,
         "threads": int(describe_environment()["threads"]["torch"]),
     }
-    for table in result_tables(results, setting):
-        CONSOLE.print(table)
+    print_results(results, setting)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(r) | setting for r in results], indent=2) + "\n")
         typer.echo(f"Wrote {json_file}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -111,6 +113,8 @@ def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     at_least(1, "--threads", threads)
     with user_errors("--model"), waiting(f"Loading {name}"):
+        # transformers draws some bars through tqdm itself, which reads this when it is imported.
+        os.environ.setdefault("TQDM_DISABLE", "1")
         from transformers.utils import logging
 
         from kvsketch.adapters.models import load_model
@@ -149,59 +153,59 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
         yield update
 
 
-def result_tables(results: Sequence[Result], setting: dict[str, Any]) -> list[Table]:
-    """Two tables of 80 columns: size and quality, then speed and memory."""
+def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
+    """Print two tables of 80 columns: size and quality, then speed and memory."""
     first = results[0]
-    size = _table(
+    _print_table(
         f"Size and quality: {setting['windows']} x {setting['score_tokens']} tokens of {setting['text']} after "
         f"{setting['prompt_tokens']}, {setting['model']} in {setting['dtype']}",
-        f"Bits a number, exact tokens included, in a cache of {first.tokens} tokens; 'smaller' than dense in 16 bits "
-        f"({first.dense_bytes / 1e6:.2f} MB). Quality against the dense cache: perplexity over its own, mean KL in "
-        "nats, agreement on the likeliest token.",
+        ("method", "keys", "values", "bits", "MB", "vs 16", "ppl", "ratio", "KL", "top-1"),
+        [
+            (
+                r.method,
+                *(f"{bits:.2f}" for bits in (r.key_bits, r.value_bits, r.bits)),
+                f"{r.cache_bytes / 1e6:.2f}",
+                f"{r.ratio:.2f}x",
+                f"{r.perplexity:.2f}",
+                f"{r.perplexity_ratio:.4f}",
+                f"{r.kl:.4f}",
+                f"{r.top1:.3f}",
+            )
+            for r in results
+        ],
+        f"Bits a number, exact tokens included, in a cache of {first.tokens} tokens; 'vs 16': times smaller than dense "
+        f"in 16 bits ({first.dense_bytes / 1e6:.2f} MB). Quality against the dense cache: perplexity (ppl), over its "
+        "own (ratio), mean KL in nats, agreement on the likeliest token.",
     )
-    _columns(size, "method", "keys", "values", "bits", "MB", "smaller", "perplexity", "ratio", "KL", "top-1")
-    for r in results:
-        size.add_row(
-            Text(r.method),
-            *(f"{bits:.2f}" for bits in (r.key_bits, r.value_bits, r.bits)),
-            f"{r.cache_bytes / 1e6:.2f}",
-            f"{r.ratio:.2f}x",
-            f"{r.perplexity:.3f}",
-            f"{r.perplexity_ratio:.4f}",
-            f"{r.kl:.5f}",
-            f"{r.top1:.3f}",
-        )
-    state = "CONTENDED: the machine was shared, do not trust these" if first.contended else "machine idle otherwise"
-    speed = _table(
-        f"One decode step at {first.tokens} tokens, {setting['threads']} threads ({state})",
-        f"Milliseconds, median and quartiles; 'attention' is what is left of the median without the model's own "
-        f"{first.floor_ms:.1f} ms (a step with an empty context). Peak memory of cache and step.",
-    )
-    _columns(speed, "method", "step ms", "quartiles", "attention", "tokens/s", "peak MB")
-    for r in results:
-        speed.add_row(
-            Text(r.method),
-            f"{r.decode_ms:.1f}",
-            f"{r.decode_q1_ms:.1f} - {r.decode_q3_ms:.1f}",
-            f"{r.attention_ms:.1f}",
-            f"{r.tokens_per_s:.1f}",
-            "unknown" if r.peak_step_mb is None else f"{r.peak_step_mb:.1f}",
-        )
-    return [size, speed]
-
-
-def _table(title: str, caption: str) -> Table:
-    return Table(
-        title=Text(title),
-        title_justify="left",
-        title_style="bold",
-        caption=Text(caption),
-        caption_justify="left",
-        caption_style="dim",
+    threads = "1 thread" if setting["threads"] == 1 else f"{setting['threads']} threads"
+    warning = ". CONTENDED: something else was running, do not trust the times" if first.contended else ""
+    _print_table(
+        f"One decode step at {first.tokens} tokens, {threads}{warning}",
+        ("method", "step ms", "quartiles", "attention", "tokens/s", "peak MB"),
+        [
+            (
+                r.method,
+                f"{r.decode_ms:.1f}",
+                f"{r.decode_q1_ms:.1f} - {r.decode_q3_ms:.1f}",
+                f"{r.attention_ms:.1f}",
+                f"{r.tokens_per_s:.1f}",
+                "unknown" if r.peak_step_mb is None else f"{r.peak_step_mb:.1f}",
+            )
+            for r in results
+        ],
+        f"Milliseconds: median and quartiles; 'attention' is the median without the model's own {first.floor_ms:.1f} "
+        "ms, a step with an empty context. Peak memory of cache and step.",
     )
 
 
-def _columns(table: Table, first: str, *others: str) -> None:
-    table.add_column(first, overflow="fold")
-    for name in others:
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(columns[0], overflow="fold")
+    for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    CONSOLE.print()
+    CONSOLE.print(Text(title, style="bold"))
+    CONSOLE.print(table)
+    CONSOLE.print(Text(note, style="dim"))

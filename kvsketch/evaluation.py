@@ -37,7 +37,7 @@ WARM_UP = 2
 #: Name of the row of transformers' dense cache.
 BASELINE = "transformers"
 #: Largest relative difference in perplexity, and smallest top-1 agreement, of `exact` and transformers' dense cache.
-EXACT_LIMITS = {"float32": (1e-4, 1.0), "float16": (1e-2, 0.97), "bfloat16": (1e-2, 0.97)}
+EXACT_LIMITS = {"float32": (1e-4, 1.0), "float16": (1e-2, 0.9), "bfloat16": (1e-2, 0.9)}
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def draw_projection(m: int, d: int, *, kind: str = "orthogonal", seed: int = 0, 
           order. Rows are orthogonal, have norm sqrt(d) and reach all channels for every d, which block-diagonal rows
           would not. One round, the H diag(signs) of the literature, fails on keys of few channels: for a key (0.8, 0.6)
           on two channels it estimates the query's product with the second as 0, and with a one-channel key as 25 % too
-          large; with three rounds the bias measured is below 0.01 |q||k| for d >= 64 and 0.02 |q||k| at d = 16.
+          large; with three rounds the bias measured is at most about 0.01 |q||k| for d >= 64, 0.02 |q||k| at d = 16.
 
         Gaussian and orthogonal sketches are exactly unbiased; Hadamard ones only nearly so.
     seed, stream : int

@@ -18,7 +18,7 @@ from kvsketch.attention import CacheView
 from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu.lanes import exp2, load, max_all, multiply_add, splat, store, store_lane_sums, sum_all
 from kvsketch.numba_cpu.pages import UNIT
-from kvsketch.numba_cpu.tiles import Work, mix_exact, mix_ints, number_bytes, score_exact, score_ints, score_sketch
+from kvsketch.numba_cpu.tiles import mix_exact, mix_ints, number_bytes, score_exact, score_ints, score_sketch
 from kvsketch.reference import attention as reference
 from kvsketch.reference.pages import projections
 
@@ -51,137 +51,169 @@ class Mask(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _update_softmax(work, count, position, row, head, mask):  # type: ignore[no-untyped-def]
+def _update_softmax(scores, state, mix, base, count, position, row, head, limits, bias, softcap):  # type: ignore[no-untyped-def]
     """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
-    s = mask.limits.shape[1]
+    queries, s = scores.shape[0], limits.shape[1]
     any_seen = False
-    for i in range(work.scores.shape[0]):
-        x = work.scores[i]
-        seen = max(0, min(count, mask.limits[row, i % s] - position))
-        if mask.softcap > 0:
+    for i in range(queries):
+        seen = max(0, min(count, limits[row, i % s] - position))
+        if softcap > 0:
             for t in range(seen):
-                x[t] = np.float32(mask.softcap * LOG2E) * np.tanh(x[t])
-        if mask.bias.shape[0] > 0:
-            query_head = 0 if mask.bias.shape[1] == 1 else (head * work.scores.shape[0] + i) // s
+                scores[i, t] = np.float32(softcap * LOG2E) * np.tanh(scores[i, t])
+        if bias.shape[0] > 0:
+            query_head = 0 if bias.shape[1] == 1 else (head * queries + i) // s
             for t in range(seen):
-                x[t] += mask.bias[row, query_head, i % s, position + t] * np.float32(LOG2E)
-        x[seen:] = -np.inf
-        highest = work.state[i, 0]
+                scores[i, t] += bias[row, query_head, i % s, position + t] * np.float32(LOG2E)
+        for t in range(seen, TILE):
+            scores[i, t] = -np.inf
+        highest = state[i, 0]
         for t in range(0, TILE, 64):
-            highest = max(highest, max_all(load(x, t)))
+            highest = max(highest, max_all(load(scores, i * TILE + t)))
         if highest == -np.inf:
-            x[:] = 0
+            scores[i] = 0
             continue
         any_seen = True
-        if highest > work.state[i, 0]:
-            decay = np.float32(2.0 ** (work.state[i, 0] - highest))
-            work.state[i, 0] = highest
-            work.state[i, 1] *= decay
-            work.mix[i] *= decay
-            work.base[i] *= decay
+        if highest > state[i, 0]:
+            decay = np.float32(2.0 ** (state[i, 0] - highest))
+            state[i, 0] = highest
+            state[i, 1] *= decay
+            mix[i] *= decay
+            base[i] *= decay
         one, shift = splat(np.float32(1)), splat(-highest)
         for t in range(0, TILE, 64):
-            weights = exp2(multiply_add(load(x, t), one, shift))
-            store(x, t, weights)
-            work.state[i, 1] += sum_all(weights)
+            weights = exp2(multiply_add(load(scores, i * TILE + t), one, shift))
+            store(scores, i * TILE + t, weights)
+            state[i, 1] += sum_all(weights)
     return any_seen
 
 
 @njit(cache=True, nogil=True)
-def _attend_exact(keys, values, key_spec, value_spec, position, row, head, queries, mask, work):  # type: ignore[no-untyped-def]
+def _attend_exact(
+    keys, values, key_spec, value_spec, position, row, head, q, limits, bias, softcap,
+    tile, constants, scores, state, mix, base,
+):  # type: ignore[no-untyped-def]  # fmt: skip
     """Take in exact tokens, given as the bytes of their keys and values."""
     key_bytes, value_bytes = number_bytes(key_spec), number_bytes(value_spec)
     count = keys.size // key_bytes
     for first in range(0, count, TILE):
         here = min(TILE, count - first)
-        score_exact(keys[first * key_bytes : (first + here) * key_bytes], key_spec, queries.q[row, head], work, 0)
-        if _update_softmax(work, here, position + first, row, head, mask):
-            mix_exact(values[first * value_bytes : (first + here) * value_bytes], value_spec, work, 0)
+        k = keys[first * key_bytes : (first + here) * key_bytes]
+        score_exact(k, key_spec, q, tile, constants, scores, 0)
+        if _update_softmax(scores, state, mix, base, here, position + first, row, head, limits, bias, softcap):
+            mix_exact(values[first * value_bytes : (first + here) * value_bytes], value_spec, tile, scores, 0, mix)
 
 
 @njit(cache=True, nogil=True)
-def _attend_pages(records, key_spec, value_spec, position, row, head, queries, mask, work):  # type: ignore[no-untyped-def]
-    """Take in encoded pages, records uint8 (pages, record bytes)."""
+def _attend_pages(
+    records, start, record_bytes, count, key_spec, value_spec, position, row, head,
+    q, sketch, table, outlier_table, factor, outlier_factor, limits, bias, softcap,
+    tile, scale, zero, folded, constants, sums, scores, state, mix, base,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Take in `count` encoded pages, one after the other from byte `start` of `records`."""
     tokens = key_spec.tokens
     key_bytes, value_bytes = tokens * number_bytes(key_spec), tokens * number_bytes(value_spec)
-    q, step = queries.q[row, head], TILE // tokens
-    for first in range(0, records.shape[0], step):
-        last = min(first + step, records.shape[0])
+    step = TILE // tokens
+    for first in range(0, count, step):
+        last = min(first + step, count)
         for page in range(first, last):
-            record, target = records[page], (page - first) * tokens
+            k, target = start + page * record_bytes, (page - first) * tokens
             if key_spec.kind == KIND_EXACT:
-                score_exact(record[:key_bytes], key_spec, q, work, target)
+                score_exact(records[k : k + key_bytes], key_spec, q, tile, constants, scores, target)
             elif key_spec.kind == KIND_SKETCH:
-                score_sketch(record, key_spec, q, queries.sketch[row, head], queries, work, target)
+                score_sketch(
+                    records, k, key_spec, q, sketch, table, outlier_table, factor, outlier_factor,
+                    tile, scale, folded, constants, sums, scores, target,
+                )  # fmt: skip
             else:
-                score_ints(record, key_spec, q, work, target)
-        if _update_softmax(work, (last - first) * tokens, position + first * tokens, row, head, mask):
+                score_ints(records, k, key_spec, q, tile, scale, zero, folded, constants, scores, target)
+        total, here = (last - first) * tokens, position + first * tokens
+        if _update_softmax(scores, state, mix, base, total, here, row, head, limits, bias, softcap):
             for page in range(first, last):
-                record, target = records[page, key_spec.nbytes :], (page - first) * tokens
+                v, target = start + page * record_bytes + key_spec.nbytes, (page - first) * tokens
                 if value_spec.kind == KIND_EXACT:
-                    mix_exact(record[:value_bytes], value_spec, work, target)
+                    mix_exact(records[v : v + value_bytes], value_spec, tile, scores, target, mix)
                 else:
-                    mix_ints(record, value_spec, work, target)
+                    mix_ints(
+                        records, v, value_spec, tile, scale, zero, folded, constants, scores, target, mix, base
+                    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
-def _finish(work, spec, out):  # type: ignore[no-untyped-def]
+def _finish(mix, base, spec, out):  # type: ignore[no-untyped-def]
     """Sum the rows of the mix and add the groups' bases: out (Q, dv), still to be divided by the sums."""
     sums = np.empty((spec.width + 7) // 8 * 8, np.float32)
     for i in range(out.shape[0]):
         for lane in range(0, spec.width, 8):
-            store_lane_sums(sums, lane, load(work.mix[i], 8 * lane))
+            store_lane_sums(sums, lane, load(mix, i * mix.shape[1] + 8 * lane), np.float32(0))
         for c in range(spec.width):
             out[i, c] = sums[c]
             if spec.groups > 0:
-                out[i, c] += work.base[i, c // spec.group]
+                out[i, c] += base[i, c // spec.group]
 
 
 @njit(cache=True, nogil=True)
-def _make_work(queries, key_spec, value_spec, state):  # type: ignore[no-untyped-def]
-    """Scratch for one part."""
+def aligned_floats(rows, columns):  # type: ignore[no-untyped-def]
+    """Zeros float32 (rows, columns) that start on a 64-byte line, so that a vector is not split over two."""
+    room = np.zeros(rows * columns + 16, np.float32)
+    skip = (-room.ctypes.data // 4) % 16
+    return room[skip : skip + rows * columns].reshape(rows, columns)
+
+
+@njit(cache=True, nogil=True)
+def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs, state, out):  # type: ignore[no-untyped-def]
+    """One run of tokens of one head: its maximum and sum to `state` (Q, 2), its undivided mix to `out` (Q, dv)."""
+    h, capacity, record_bytes = view.pages.shape[1:]
     count = state.shape[0]
-    units = max(queries.q.shape[3], queries.table.shape[1], queries.outlier_table.shape[1]) // 8
-    key_tile = units * max(1, key_spec.group // 32)
-    value_tile = (value_spec.width + 31) // 32 * (value_spec.tokens // 8)
+    q, sketch = queries.q[row, head], queries.sketch[row, head]
+    rows = max(q.shape[1], queries.table.shape[1], queries.outlier_table.shape[1], value_spec.tokens)
+    value_units = (value_spec.width + 31) // 32 * (value_spec.tokens // 8)
+    tile = aligned_floats(1, max(rows // 8, value_units) * UNIT)[0]
+    scale, zero, folded = aligned_floats(1, rows)[0], aligned_floats(1, rows)[0], aligned_floats(count, rows)
+    constants, sums, scores = np.zeros(count, np.float32), aligned_floats(count, 32), aligned_floats(count, TILE)
+    mix = aligned_floats(count, (value_spec.width + 7) // 8 * 64)
+    base = np.zeros((count, value_spec.groups), np.float32)
     state[:, 0] = -np.inf
     state[:, 1] = 0
-    return Work(
-        np.empty(max(key_tile, value_tile) * UNIT, np.float32),
-        np.empty((3, max(units * 8, value_spec.tokens)), np.float32),
-        np.empty((count, TILE), np.float32),
-        state,
-        np.zeros((count, (value_spec.width + 7) // 8 * 64), np.float32),
-        np.zeros((count, value_spec.groups), np.float32),
-    )
+    key_bytes, value_bytes = number_bytes(key_spec), number_bytes(value_spec)
+    sinks, pages = view.sink_counts[row], view.page_counts[row]
+    if run == 0:
+        _attend_exact(
+            view.sink_k[row, head, : sinks * key_bytes], view.sink_v[row, head, : sinks * value_bytes],
+            key_spec, value_spec, 0, row, head, q, mask.limits, mask.bias, mask.softcap,
+            tile, constants, scores, state, mix, base,
+        )  # fmt: skip
+    first, last = pages * run // runs, pages * (run + 1) // runs
+    _attend_pages(
+        view.pages.reshape(-1), ((row * h + head) * capacity + first) * record_bytes, record_bytes, last - first,
+        key_spec, value_spec, sinks + first * key_spec.tokens, row, head, q, sketch,
+        queries.table, queries.outlier_table, queries.factor, queries.outlier_factor,
+        mask.limits, mask.bias, mask.softcap,
+        tile, scale, zero, folded, constants, sums, scores, state, mix, base,
+    )  # fmt: skip
+    if run == runs - 1:
+        start, end = view.window_starts[row], view.window_starts[row] + view.window_counts[row]
+        _attend_exact(
+            view.window_k[row, head, start * key_bytes : end * key_bytes],
+            view.window_v[row, head, start * value_bytes : end * value_bytes],
+            key_spec, value_spec, sinks + pages * key_spec.tokens, row, head, q,
+            mask.limits, mask.bias, mask.softcap, tile, constants, scores, state, mix, base,
+        )  # fmt: skip
+    _finish(mix, base, value_spec, out)
 
 
 @njit(cache=True, nogil=True, parallel=True)
 def _attend_parts(queries, view, key_spec, value_spec, mask, states, mixes):  # type: ignore[no-untyped-def]
-    """Every (row, head, run) on its own: running maximum and sum in `states`, undivided mix in `mixes`.
+    """Every (row, head, run) on its own.
 
     The view's exact arrays are bytes (b, h, bytes); states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv).
     """
     b, h, runs = states.shape[:3]
-    key_bytes, value_bytes = number_bytes(key_spec), number_bytes(value_spec)
     for part in prange(b * h * runs):
         row, head, run = part // (h * runs), part // runs % h, part % runs
-        work = _make_work(queries, key_spec, value_spec, states[row, head, run])
-        sinks, pages = view.sink_counts[row], view.page_counts[row]
-        if run == 0:
-            k, v = view.sink_k[row, head, : sinks * key_bytes], view.sink_v[row, head, : sinks * value_bytes]
-            _attend_exact(k, v, key_spec, value_spec, 0, row, head, queries, mask, work)
-        first, last = pages * run // runs, pages * (run + 1) // runs
-        position = sinks + first * key_spec.tokens
-        records = view.pages[row, head, first:last]
-        _attend_pages(records, key_spec, value_spec, position, row, head, queries, mask, work)
-        if run == runs - 1:
-            start, end = view.window_starts[row], view.window_starts[row] + view.window_counts[row]
-            k = view.window_k[row, head, start * key_bytes : end * key_bytes]
-            v = view.window_v[row, head, start * value_bytes : end * value_bytes]
-            position = sinks + pages * key_spec.tokens
-            _attend_exact(k, v, key_spec, value_spec, position, row, head, queries, mask, work)
-        _finish(work, value_spec, mixes[row, head, run])
+        _attend_part(
+            queries, view, key_spec, value_spec, mask, row, head, run, runs,
+            states[row, head, run], mixes[row, head, run],
+        )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)

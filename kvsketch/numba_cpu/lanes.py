@@ -2,7 +2,8 @@
 
 The page format stores codes as 64 bytes of 8 lanes by 8 contraction rows (byte ``8*lane + row``). ``Bytes64`` holds
 such a vector, ``Floats64`` the same numbers in float32. Each operation is a few lines of target-independent LLVM that
-the compiler splits into whatever registers the machine has. Offsets count elements of the array given.
+the compiler splits into whatever registers the machine has. Offsets count elements of the array given, which is in C
+order and may have any number of axes.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ def _shuffle(builder: ir.IRBuilder, vector: Any, indices: list[int]) -> Any:
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
 
-def _splat(builder: ir.IRBuilder, x: Any) -> Any:
-    empty = ir.Constant(ir.VectorType(x.type, COUNT), ir.Undefined)
-    return _shuffle(builder, builder.insert_element(empty, x, _I32(0)), [0] * COUNT)
+def _splat(builder: ir.IRBuilder, x: Any, count: int = COUNT) -> Any:
+    empty = ir.Constant(ir.VectorType(x.type, count), ir.Undefined)
+    return _shuffle(builder, builder.insert_element(empty, x, _I32(0)), [0] * count)
 
 
 def _repeat_rows(builder: ir.IRBuilder, rows: Any) -> Any:
@@ -103,6 +104,12 @@ def _repeat_rows(builder: ir.IRBuilder, rows: Any) -> Any:
 def _call(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[Any]) -> Any:
     function = ir.FunctionType(result, [a.type for a in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
+
+
+@intrinsic
+def load_word(_context: Any, array: Any, offset: Any) -> Any:
+    """The two bytes at `offset` of a uint8 array as one uint16."""
+    return _memory(types.uint16(array, types.intp), lambda b, p: _load(b, p, _I16))
 
 
 @intrinsic
@@ -130,19 +137,19 @@ def load_rows(_context: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
-def store_lane_sums(_context: Any, array: Any, offset: Any, vector: Any) -> Any:
-    """Sum the 8 rows of each of the 8 lanes and write the 8 sums to a float32 array."""
+def store_lane_sums(_context: Any, array: Any, offset: Any, vector: Any, constant: Any) -> Any:
+    """Sum the 8 rows of each of the 8 lanes, add a constant, and write the 8 sums to a float32 array."""
 
-    def emit(b: ir.IRBuilder, pointer: Any, vector: Any) -> None:
+    def emit(b: ir.IRBuilder, pointer: Any, vector: Any, constant: Any) -> None:
         parts = vector
         while parts.type.count > ROWS:
             count = parts.type.count
             even = _shuffle(b, parts, list(range(0, count, 2)))
             odd = _shuffle(b, parts, list(range(1, count, 2)))
             parts = b.fadd(even, odd)
-        _store(b, pointer, parts)
+        _store(b, pointer, b.fadd(parts, _splat(b, constant, ROWS)))
 
-    return _memory(types.void(array, types.intp, floats64), emit)
+    return _memory(types.void(array, types.intp, floats64, types.float32), emit)
 
 
 @intrinsic

@@ -7,6 +7,7 @@ of a record lie in a tile: float32, blocks of 32 lanes by units of 8 contraction
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,19 @@ from numba import njit, prange
 
 from kvsketch.codecs import Exact, SignSketch
 from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout
+from kvsketch.numba_cpu import qjl
 from kvsketch.numba_cpu.float16 import float_to_half, half_to_float
 from kvsketch.numba_cpu.kivi import quantize_columns, quantize_rows
-from kvsketch.numba_cpu.lanes import add_high_bit, load_bytes, store, take_bits, to_floats
+from kvsketch.numba_cpu.lanes import add_high_bit, load_bytes, load_word, store, take_bits, to_floats
 from kvsketch.reference import pages as reference
 
 FLOAT32, FLOAT16 = DTYPE_CODES["float32"], DTYPE_CODES["float16"]
 #: Floats in a tile for each unit of 8 contraction rows by 32 lanes.
 UNIT = 256
 
-select_channels = reference.select_channels
+
+def select_channels(k: Any, side: SideLayout) -> Any:
+    return reference.select(k, side, qjl.select_outlier_channels)
 
 
 @njit(cache=True, nogil=True)
@@ -81,9 +85,8 @@ def pack_codes(codes, bits, record, offset):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def read_halves(record, offset, count, out):  # type: ignore[no-untyped-def]
     """`count` float16 numbers at byte `offset` of a record, as float32."""
-    halves = record[offset : offset + 2 * count].view(np.uint16)
     for i in range(count):
-        out[i] = half_to_float(halves[i])
+        out[i] = half_to_float(load_word(record, offset + 2 * i))
 
 
 @njit(cache=True, nogil=True)
@@ -139,10 +142,21 @@ def _encode_ints(x, records, spec, is_keys):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _pack_signs(bits, records, offset):  # type: ignore[no-untyped-def]
-    """bits uint8 (N, p, rows) of 0 and 1 into the sign units at byte `offset` of records (N, side bytes)."""
-    for page in prange(bits.shape[0]):
-        pack_codes(bits[page], 1, records[page], offset)
+def _pack_sign_pages(signs, rows, units):  # type: ignore[no-untyped-def]
+    """Packed signs uint8 (N, p, ceil(m/8)) into units uint8 (N, bytes) of pages with `rows` rows."""
+    for page in prange(signs.shape[0]):
+        bits = np.zeros((signs.shape[1], rows), np.uint8)
+        for t in range(signs.shape[1]):
+            for r in range(min(rows, 8 * signs.shape[2])):
+                bits[t, r] = (signs[page, t, r // 8] >> np.uint8(r % 8)) & np.uint8(1)
+        pack_codes(bits, 1, units[page], 0)
+
+
+def _pack_sign_units(signs: Any, m: int, rows: int) -> Any:
+    *lead, tokens, count = signs.shape
+    units = np.empty((math.prod(lead), tokens * rows // 8), np.uint8)
+    _pack_sign_pages(np.ascontiguousarray(signs).reshape(-1, tokens, count), rows, units)
+    return units.reshape(*lead, -1)
 
 
 def _encode_ints_into(x: Any, side: SideLayout, out: Any) -> int:
@@ -157,24 +171,9 @@ def encode_keys(k: Any, side: SideLayout, *, channels: Any, out: Any) -> int:
     if isinstance(side.codec, Exact):
         return reference.encode_keys(k, side, channels=channels, out=out)
     if isinstance(side.codec, SignSketch):
-        return _encode_sketch(k, side, channels, out)
+        x = reference.page_view(k, side)
+        return reference.encode_sketch(x, side, channels, out, family=qjl, pack=_pack_sign_units)
     return _encode_ints_into(k, side, out)
-
-
-def _encode_sketch(k: Any, side: SideLayout, channels: Any, out: Any) -> int:
-    x = reference.page_view(k, side)
-    parts, fields = reference.split_sketch(x, side, channels)
-    saturated = 0
-    for part, projection, codes, norms in parts:
-        saturated += reference.write_norms(part, side, norms, out)
-        f = side.field(codes)
-        bits = reference.sketch_signs(part, projection.matrix, rows=16 * f.shape[1])
-        records = np.empty((bits.size // (bits.shape[-1] * side.tokens), f.nbytes), np.uint8)
-        _pack_signs(bits.reshape(-1, side.tokens, bits.shape[-1]), records, 0)
-        out[..., f.offset : f.offset + f.nbytes] = records.reshape(*out.shape[:-1], f.nbytes)
-    for name, data in fields:
-        reference.write_field(out, side, name, data)
-    return saturated
 
 
 def encode_values(v: Any, side: SideLayout, *, out: Any) -> int:

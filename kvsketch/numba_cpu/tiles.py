@@ -3,49 +3,64 @@
 A tile is decoded once and multiplied for all queries of its key/value head. Codes are multiplied as they are: a page's
 scales are folded into the query's coefficients (keys) or into the softmax weights (values), its zeros add one number a
 page or a group.
+
+Arrays that these functions share, float32, with Q the queries (group ratio, s) of a key/value head; they are passed one
+by one because a compiled function counts references to each array of a tuple whenever it takes one out:
+tile, decoded numbers (see :mod:`kvsketch.numba_cpu.pages`); scale and zero (rows,), those of a page; folded (Q, rows),
+coefficients or weights times the scales; constants (Q,), what the zeros add; sums (Q, 32), sums over signs; scores
+(Q, tokens) in units of log2, then weights; mix (Q, 8*channels), weighted values, 8 partial sums a channel; base
+(Q, groups), what the zeros of integer values add.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from kvsketch.numba_cpu.float16 import half_to_float
-from kvsketch.numba_cpu.lanes import load, load_rows, multiply_add, splat, store, store_lane_sums
+from kvsketch.numba_cpu.lanes import load, load_rows, load_word, multiply_add, splat, store, store_lane_sums
 from kvsketch.numba_cpu.pages import FLOAT16, FLOAT32, UNIT, read_halves, unpack_codes
 
 
-class Work(NamedTuple):
-    """What one part of the work reads and writes; Q is the queries of its key/value head, (group ratio, s)."""
+@njit(cache=True, nogil=True)
+def _multiply_tile(tile, units, coefficients, constants, scores, target):  # type: ignore[no-untyped-def]
+    """scores[i, target + lane] = constants[i] + sum over rows of tile[lane, row] * coefficients[i, row], 32 lanes.
 
-    tile: Any  #: decoded numbers, see :mod:`kvsketch.numba_cpu.pages`
-    buffers: Any  #: (3, rows) rows of numbers
-    scores: Any  #: (Q, tokens) scores in units of log2, then weights
-    state: Any  #: (Q, 2) running maximum and sum
-    mix: Any  #: (Q, 8*lanes) weighted values, 8 partial sums a channel
-    base: Any  #: (Q, value groups) what the zeros of integer values add
+    Queries go two at a time, so that a number is loaded once for both; a last odd one goes with itself.
+    """
+    queries, pitch = coefficients.shape
+    width = scores.shape[1]
+    for i in range(0, queries, 2):
+        j = min(i + 1, queries - 1)
+        for plane in range(4):
+            total, other = splat(np.float32(0)), splat(np.float32(0))
+            for unit in range(units):
+                numbers = load(tile, unit * UNIT + 64 * plane)
+                total = multiply_add(numbers, load_rows(coefficients, i * pitch + 8 * unit), total)
+                other = multiply_add(numbers, load_rows(coefficients, j * pitch + 8 * unit), other)
+            store_lane_sums(scores, i * width + target + 8 * plane, total, constants[i])
+            store_lane_sums(scores, j * width + target + 8 * plane, other, constants[j])
 
 
 @njit(cache=True, nogil=True)
-def _multiply_tile(tile, start, units, coefficients, row, scores, target):  # type: ignore[no-untyped-def]
-    """scores[target + lane] = sum over rows of tile[lane, row] * coefficients[row], for one block of 32 lanes."""
-    for plane in range(4):
-        total = splat(np.float32(0))
-        for unit in range(units):
-            numbers = load(tile, start + unit * UNIT + 64 * plane)
-            total = multiply_add(numbers, load_rows(coefficients, row + 8 * unit), total)
-        store_lane_sums(scores, target + 8 * plane, total)
+def _add_tile(tile, units, weights, first, lane, end, mix):  # type: ignore[no-untyped-def]
+    """mix[i] += tile * weights[i, first:] for the lanes from `lane` to `end`, eight at a time.
 
-
-@njit(cache=True, nogil=True)
-def _add_tile(tile, start, units, weights, row, mix, target):  # type: ignore[no-untyped-def]
-    """mix += tile * weights for one run of 8 lanes; the 8 rows of a lane are summed at the very end."""
-    total = load(mix, target)
-    for unit in range(units):
-        total = multiply_add(load(tile, start + unit * UNIT), load_rows(weights, row + 8 * unit), total)
-    store(mix, target, total)
+    The 8 rows of a lane stay apart, to be summed at the very end. Queries go two at a time.
+    """
+    queries, pitch = weights.shape
+    width = mix.shape[1]
+    for i in range(0, queries, 2):
+        j = min(i + 1, queries - 1)
+        for channel in range(lane, end, 8):
+            start = channel // 32 * units * UNIT + 8 * (channel % 32)
+            total, other = load(mix, i * width + 8 * channel), load(mix, j * width + 8 * channel)
+            for unit in range(units):
+                numbers = load(tile, start + unit * UNIT)
+                total = multiply_add(numbers, load_rows(weights, i * pitch + first + 8 * unit), total)
+                other = multiply_add(numbers, load_rows(weights, j * pitch + first + 8 * unit), other)
+            store(mix, i * width + 8 * channel, total)
+            store(mix, j * width + 8 * channel, other)
 
 
 @njit(cache=True, nogil=True)
@@ -88,129 +103,145 @@ def number_bytes(spec):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def score_exact(numbers, spec, q, work, target):  # type: ignore[no-untyped-def]
+def score_exact(numbers, spec, q, tile, constants, scores, target):  # type: ignore[no-untyped-def]
     """Scores of exact keys, given as bytes."""
     chunk = 32 * number_bytes(spec)
+    constants[:] = 0
     for first in range(0, numbers.size, chunk):
-        _fill_keys(_as_floats(numbers[first : first + chunk], spec.dtype), spec.width, work.tile)
-        for i in range(q.shape[0]):
-            here = target + first // chunk * 32
-            _multiply_tile(work.tile, 0, (spec.width + 7) // 8, q[i], 0, work.scores[i], here)
+        _fill_keys(_as_floats(numbers[first : first + chunk], spec.dtype), spec.width, tile)
+        here = target + first // chunk * 32
+        _multiply_tile(tile, (spec.width + 7) // 8, q, constants, scores, here)
 
 
 @njit(cache=True, nogil=True)
-def score_ints(record, spec, q, work, target):  # type: ignore[no-untyped-def]
-    """Scores of a page: sum_c (q_c s_c) code_c + sum_c q_c z_c."""
+def score_ints(records, start, spec, q, tile, scale, zero, folded, constants, scores, target):  # type: ignore[no-untyped-def]
+    """Scores of the page whose key side is at byte `start`: sum_c (q_c s_c) code_c + sum_c q_c z_c."""
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
-    size = spec.rows // depth * 4 * depth * spec.bits
-    tile, scores = work.tile, work.scores
-    scale, zero, folded = work.buffers[0], work.buffers[1], work.buffers[2]
+    units, size = spec.rows // depth, spec.rows * 4 * spec.bits
     for part in range(spec.groups):
-        read_halves(record, spec.scale + 2 * part * spec.rows, spec.rows, scale)
-        read_halves(record, spec.zero + 2 * part * spec.rows, spec.rows, zero)
-        blocks = spec.group // 32
-        first = part * blocks
-        for block in range(blocks):
-            start = block * spec.rows // 8 * UNIT
-            offset = spec.codes + (first + block) * size
-            unpack_codes(record, offset, spec.rows // depth, spec.bits, tile, start)
+        read_halves(records, start + spec.scale + 2 * part * spec.rows, spec.rows, scale)
+        read_halves(records, start + spec.zero + 2 * part * spec.rows, spec.rows, zero)
+        _fold(q, 0, spec.rows, scale, zero, folded, constants)
+        for block in range(part * spec.group // 32, (part + 1) * spec.group // 32):
+            unpack_codes(records, start + spec.codes + block * size, units, spec.bits, tile, 0)
+            _multiply_tile(tile, spec.rows // 8, folded, constants, scores, target + 32 * block)
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _fold(numbers, first, count, scale, zero, folded, constants):  # type: ignore[no-untyped-def]
+    """folded[i] = numbers[i, first:] * scale and constants[i] = <numbers[i, first:], zero>."""
+    for i in range(numbers.shape[0]):
+        constant = np.float32(0)
+        for c in range(count):
+            number = numbers[i, first + c]
+            folded[i, c] = number * scale[c]
+            constant += number * zero[c]
+        constants[i] = constant
+
+
+@njit(cache=True, nogil=True)
+def score_sketch(
+    records,
+    start,
+    spec,
+    q,
+    sketch,
+    table,
+    outlier_table,
+    factor,
+    outlier_factor,
+    tile,
+    norms,
+    folded,
+    constants,
+    sums,
+    scores,
+    target,
+):  # type: ignore[no-untyped-def]
+    """Scores of the page of sketched keys at byte `start`: estimates of <q, k>, summed over both parts of a split."""
+    scores[:, target : target + 32] = 0
+    m = table.shape[1]
+    folded[:, :m] = sketch
+    for j in range(spec.outliers):
+        c = _channel(records, start, spec, j)
         for i in range(q.shape[0]):
-            constant = np.float32(0)
-            for c in range(spec.rows):
-                folded[c] = q[i, c] * scale[c]
-                constant += q[i, c] * zero[c]
-            for block in range(blocks):
-                here = target + 32 * (first + block)
-                _multiply_tile(tile, block * spec.rows // 8 * UNIT, spec.rows // 8, folded, 0, scores[i], here)
-                for lane in range(here, here + 32):
-                    scores[i, lane] += constant
+            for r in range(m):
+                folded[i, r] -= table[c, r] * q[i, c]
+    _add_sign_scores(
+        records, start + spec.codes, start + spec.norms, m, factor, tile, norms, folded, constants, sums, scores, target
+    )
+    if spec.outliers > 0:
+        m = outlier_table.shape[1]
+        folded[:, :m] = 0
+        for j in range(spec.outliers):
+            c = _channel(records, start, spec, j)
+            for i in range(q.shape[0]):
+                for r in range(m):
+                    folded[i, r] += outlier_table[c, r] * q[i, c]
+        _add_sign_scores(
+            records,
+            start + spec.outlier_codes,
+            start + spec.outlier_norms,
+            m,
+            outlier_factor,
+            tile,
+            norms,
+            folded,
+            constants,
+            sums,
+            scores,
+            target,
+        )
 
 
 @njit(cache=True, nogil=True)
-def score_sketch(record, spec, q, sketch, queries, work, target):  # type: ignore[no-untyped-def]
-    """Scores of a page of sketched keys: the estimates of <q, k>, of both parts when outlier channels are split."""
-    folded = work.buffers[2]
-    m = queries.table.shape[1]
-    read_halves(record, spec.norms, 32, work.buffers[0])
-    unpack_codes(record, spec.codes, m // 16, 1, work.tile, 0)
-    for i in range(q.shape[0]):
-        work.scores[i, target : target + 32] = 0
-        folded[:m] = sketch[i]
-        for j in range(spec.outliers):
-            c = _channel(record, spec, j)
-            for r in range(m):
-                folded[r] -= queries.table[c, r] * q[i, c]
-        _add_sign_scores(m, queries.factor, work, i, target)
-    if spec.outliers == 0:
-        return
-    m = queries.outlier_table.shape[1]
-    read_halves(record, spec.outlier_norms, 32, work.buffers[0])
-    unpack_codes(record, spec.outlier_codes, m // 16, 1, work.tile, 0)
-    for i in range(q.shape[0]):
-        folded[:m] = 0
-        for j in range(spec.outliers):
-            c = _channel(record, spec, j)
-            for r in range(m):
-                folded[r] += queries.outlier_table[c, r] * q[i, c]
-        _add_sign_scores(m, queries.outlier_factor, work, i, target)
+def _add_sign_scores(records, codes, at, m, factor, tile, norms, folded, constants, sums, scores, target):  # type: ignore[no-untyped-def]
+    """Add factor * |k| * sum_r S q_r * sign_r to the scores of 32 tokens; `folded` holds S q.
 
-
-@njit(cache=True, nogil=True)
-def _add_sign_scores(m, factor, work, i, target):  # type: ignore[no-untyped-def]
-    """Add factor * |k| * sum_r S q_r * sign_r to query i's scores of 32 tokens.
-
-    The tile holds the signs as 0 and 1, ``work.buffers`` the norms (0) and S q (2).
+    The signs are at byte `codes`, the norms at byte `at`.
+    The tile holds the signs as 0 and 1.
     """
-    norms, lanes, folded = work.buffers[0], work.buffers[1], work.buffers[2]
-    total = np.float32(0)
-    for r in range(m):
-        total += folded[r]
-    _multiply_tile(work.tile, 0, m // 8, folded, 0, lanes, 0)
-    for lane in range(32):
-        work.scores[i, target + lane] += factor * norms[lane] * (np.float32(2) * lanes[lane] - total)
+    read_halves(records, at, 32, norms)
+    unpack_codes(records, codes, m // 16, 1, tile, 0)
+    for i in range(constants.size):
+        # 2*bit - 1 is the sign, so half the sum of S q is taken off the sum over bits.
+        constants[i] = np.float32(-0.5) * folded[i, :m].sum()
+    _multiply_tile(tile, m // 8, folded, constants, sums, 0)
+    for i in range(constants.size):
+        for lane in range(32):
+            scores[i, target + lane] += np.float32(2) * factor * norms[lane] * sums[i, lane]
 
 
 @njit(cache=True, nogil=True)
-def _channel(record, spec, j):  # type: ignore[no-untyped-def]
-    """Outlier channel j of a page."""
+def _channel(records, start, spec, j):  # type: ignore[no-untyped-def]
+    """Outlier channel j of the page at byte `start`."""
     if spec.channel_bytes == 1:
-        return np.intp(record[spec.channels + j])
-    return np.intp(record[spec.channels + 2 * j]) + (np.intp(record[spec.channels + 2 * j + 1]) << 8)
+        return np.intp(records[start + spec.channels + j])
+    return np.intp(load_word(records, start + spec.channels + 2 * j))
 
 
 @njit(cache=True, nogil=True)
-def mix_exact(numbers, spec, work, first):  # type: ignore[no-untyped-def]
-    """Add exact values, given as bytes, with the weights of ``work.scores`` from `first` on."""
+def mix_exact(numbers, spec, tile, weights, first, mix):  # type: ignore[no-untyped-def]
+    """Add exact values, given as bytes, with the weights from `first` on."""
     chunk = 32 * number_bytes(spec)
     for start in range(0, numbers.size, chunk):
-        _fill_values(_as_floats(numbers[start : start + chunk], spec.dtype), spec.width, work.tile)
-        for i in range(work.scores.shape[0]):
-            for lane in range(0, spec.width, 8):
-                begin = lane // 32 * 4 * UNIT + 8 * (lane % 32)
-                _add_tile(work.tile, begin, 4, work.scores[i], first + start // chunk * 32, work.mix[i], 8 * lane)
+        _fill_values(_as_floats(numbers[start : start + chunk], spec.dtype), spec.width, tile)
+        _add_tile(tile, 4, weights, first + start // chunk * 32, 0, spec.width, mix)
 
 
 @njit(cache=True, nogil=True)
-def mix_ints(record, spec, work, first):  # type: ignore[no-untyped-def]
-    """Add a page's values: sum_t (p_t s_t) code_t to ``work.mix``, sum_t p_t z_t to the group's ``work.base``."""
+def mix_ints(records, start, spec, tile, scale, zero, folded, constants, weights, first, mix, base):  # type: ignore[no-untyped-def]
+    """Add a page's values: sum_t (p_t s_t) code_t to `mix`, sum_t p_t z_t to `base`."""
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
-    size = spec.tokens // depth * 4 * depth * spec.bits
-    units = spec.tokens // 8
-    tile, weights = work.tile, work.scores
-    scale, zero, folded = work.buffers[0], work.buffers[1], work.buffers[2]
+    units, size = spec.tokens // 8, spec.tokens * 4 * spec.bits
     for block in range((spec.width + 31) // 32):
-        offset = spec.codes + block * size
-        unpack_codes(record, offset, spec.tokens // depth, spec.bits, tile, block * units * UNIT)
+        offset = start + spec.codes + block * size
+        unpack_codes(records, offset, spec.tokens // depth, spec.bits, tile, block * units * UNIT)
     for part in range(spec.groups):
-        read_halves(record, spec.scale + 2 * part * spec.tokens, spec.tokens, scale)
-        read_halves(record, spec.zero + 2 * part * spec.tokens, spec.tokens, zero)
-        last = min((part + 1) * spec.group, spec.width)
-        for i in range(weights.shape[0]):
-            constant = np.float32(0)
-            for t in range(spec.tokens):
-                folded[t] = weights[i, first + t] * scale[t]
-                constant += weights[i, first + t] * zero[t]
-            work.base[i, part] += constant
-            for lane in range(part * spec.group, last, 8):
-                begin = lane // 32 * units * UNIT + 8 * (lane % 32)
-                _add_tile(tile, begin, units, folded, 0, work.mix[i], 8 * lane)
+        read_halves(records, start + spec.scale + 2 * part * spec.tokens, spec.tokens, scale)
+        read_halves(records, start + spec.zero + 2 * part * spec.tokens, spec.tokens, zero)
+        _fold(weights, first, spec.tokens, scale, zero, folded, constants)
+        for i in range(constants.size):
+            base[i, part] += constants[i]
+        end = min((part + 1) * spec.group, spec.width)
+        _add_tile(tile, units, folded, 0, part * spec.group, end, mix)

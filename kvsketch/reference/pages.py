@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from kvsketch._checks import FLOAT_DTYPES
 from kvsketch._dispatch import namespace
 from kvsketch.codecs import Exact, GroupedInts, SignSketch
 from kvsketch.layout import LANES, SideLayout, unit_bytes, unit_rows
-from kvsketch.reference import kivi
+from kvsketch.reference import kivi, qjl
+from kvsketch.reference.bitpack import unpack_signs
 from kvsketch.rotation import Projection, draw_projection
-
-HALF_MAX = 65504.0
 
 
 def pack_units(codes: Any, bits: int) -> Any:
@@ -80,7 +77,7 @@ def _unpack_signs(xp: Any, x: Any) -> Any:
     shifts = xp.arange(4, dtype=xp.uint8).reshape(4, 1, 1, 1) + 4 * xp.arange(2, dtype=xp.uint8).reshape(2, 1, 1)
     codes = (x[..., None, None, :, :] >> shifts) & xp.uint8(1)  # (..., L, U, 4, 2, 8 i, 8 r)
     codes = xp.moveaxis(codes, (-5, -3), (-3, -2))  # (..., L, 4, 8 i, U, 2, 8 r)
-    return codes.reshape(*codes.shape[:-3], -1, 8)
+    return codes.reshape(*codes.shape[:-3], 2 * codes.shape[-3], 8)
 
 
 def projections(side: SideLayout) -> tuple[Projection, Projection | None]:
@@ -94,14 +91,16 @@ def projections(side: SideLayout) -> tuple[Projection, Projection | None]:
 
 
 def select_channels(k: Any, side: SideLayout) -> Any:
-    """Channels (..., outliers) of largest norm over the tokens of `k` (..., n, d), ties to the lowest, ascending."""
-    xp = namespace(k)
+    return select(k, side, qjl.select_outlier_channels)
+
+
+def select(k: Any, side: SideLayout, choose: Any) -> Any:
+    """Outlier channels (..., outliers) of keys (..., n, d), by an engine's ``select_outlier_channels``."""
     codec = side.codec
     assert isinstance(codec, SignSketch)
-    x = k.astype(xp.float32)
-    energy = xp.sum(x * x, axis=-2)
-    order = xp.argsort(-energy, axis=-1, kind="stable")[..., : codec.outliers]
-    return xp.sort(order, axis=-1)
+    *lead, n, d = k.shape
+    chosen = choose(k.reshape(1, -1, n, d), codec.outliers, max(n, 1))
+    return chosen.reshape(*lead, codec.outliers)
 
 
 def page_view(x: Any, side: SideLayout) -> Any:
@@ -171,66 +170,43 @@ def _encode_int_keys(x: Any, side: SideLayout, out: Any) -> int:
 
 
 def _encode_sketch(x: Any, side: SideLayout, channels: Any, out: Any) -> int:
-    parts, fields = split_sketch(x, side, channels)
-    saturated = 0
-    for part, projection, codes, norms in parts:
-        rows = side.field(codes).shape[1] * unit_rows(1)
-        write_field(out, side, codes, pack_units(sketch_signs(part, projection.matrix, rows=rows), 1))
-        saturated += write_norms(part, side, norms, out)
-    for name, data in fields:
-        write_field(out, side, name, data)
-    return saturated
+    return encode_sketch(x, side, channels, out, family=qjl, pack=_pack_sign_units)
 
 
-def split_sketch(x: Any, side: SideLayout, channels: Any) -> tuple[list[Any], list[Any]]:
-    """What a sketch stores of pages `x` (..., p, d).
+def _pack_sign_units(signs: Any, m: int, rows: int) -> Any:
+    """Packed signs (..., p, ceil(m/8)) as the units of a page with `rows` rows."""
+    return pack_units(_pad_axis((unpack_signs(signs, m) > 0).astype(signs.dtype), -1, rows), 1)
 
-    First, for each part of the keys: its numbers (zeros on the other part's channels), its projection, and its fields
-    for signs and norms. Second, further fields as pairs (name, data).
-    """
+
+def encode_sketch(x: Any, side: SideLayout, channels: Any, out: Any, *, family: Any, pack: Any) -> int:
+    """Write pages of keys `x` (..., p, d) with the functions of an engine's qjl module and its packing of signs."""
     xp = namespace(x)
     main, outlier = projections(side)
     if outlier is None:
-        return [(x, main, "codes", "norms")], []
-    if channels is None:
-        chosen = select_channels(x, side)
+        parts = [(x, main, "codes", "norms")]
     else:
-        chosen = xp.broadcast_to(channels[..., None, :], (*x.shape[:-2], channels.shape[-1]))
-    is_outlier = _is_outlier(chosen, side)
-    zero = xp.float32(0)
-    parts = [
-        (xp.where(is_outlier, zero, x), main, "codes", "norms"),
-        (xp.where(is_outlier, x, zero), outlier, "outlier_codes", "outlier_norms"),
-    ]
-    return parts, [("channels", chosen)]
+        if channels is None:
+            chosen = select(x, side, family.select_outlier_channels)
+        else:
+            chosen = xp.broadcast_to(channels[..., None, :], (*x.shape[:-2], channels.shape[-1]))
+        write_field(out, side, "channels", chosen)
+        is_outlier, zero = _outlier_mask(chosen, side), xp.float32(0)
+        parts = [
+            (xp.where(is_outlier, zero, x), main, "codes", "norms"),
+            (xp.where(is_outlier, x, zero), outlier, "outlier_codes", "outlier_norms"),
+        ]
+    saturated = 0
+    for part, projection, codes, norms in parts:
+        signs, norm, clipped = family.sketch_vectors(part, xp.asarray(projection.matrix))
+        write_field(out, side, codes, pack(signs, projection.m, unit_rows(1) * side.field(codes).shape[1]))
+        write_field(out, side, norms, norm)
+        saturated += clipped
+    return saturated
 
 
-def _is_outlier(chosen: Any, side: SideLayout) -> Any:
-    """Channels (..., outliers) as a mask (..., 1, d)."""
-    xp = namespace(chosen)
-    return xp.any(chosen[..., None] == xp.arange(side.width), axis=-2)[..., None, :]
-
-
-def sketch_signs(x: Any, matrix: Any, *, rows: int) -> Any:
-    """Bits uint8 (..., p, rows) of sign(S x), 1 where S x >= 0, then zeros, for pages `x` (..., p, d).
-
-    One product per page whatever the number of pages, so that a page's bits do not depend on its neighbours.
-    """
-    xp = namespace(x)
-    signs = xp.zeros((*x.shape[:-1], rows), dtype=xp.uint8)
-    with np.errstate(all="ignore"):
-        signs[..., : len(matrix)] = xp.matmul(x, xp.asarray(matrix).T) >= 0
-    return signs
-
-
-def write_norms(x: Any, side: SideLayout, name: str, out: Any) -> int:
-    """Store the norms of pages `x` (..., p, d) as float16; how many were too large and were saturated."""
-    xp = namespace(x)
-    with np.errstate(all="ignore"):
-        norm = xp.sqrt(xp.sum(x * x, axis=-1))
-        too_large = norm > HALF_MAX
-    write_field(out, side, name, xp.where(too_large, xp.float32(HALF_MAX), norm))
-    return int(xp.sum(too_large))
+def _outlier_mask(chosen: Any, side: SideLayout) -> Any:
+    """Channels (..., outliers) as booleans (..., 1, d)."""
+    return qjl.outlier_mask(chosen, side.width)[..., None, :]
 
 
 def encode_values(v: Any, side: SideLayout, *, out: Any) -> int:
@@ -273,7 +249,7 @@ def _decode_sketch(records: Any, side: SideLayout) -> Any:
     k = _decode_signs(records, side, main, "codes", "norms")
     if outlier is None:
         return k
-    is_outlier = _is_outlier(_read(records, side, "channels"), side)
+    is_outlier = _outlier_mask(_read(records, side, "channels"), side)
     return xp.where(is_outlier, _decode_signs(records, side, outlier, "outlier_codes", "outlier_norms"), k)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -103,6 +105,8 @@ def test_input_is_not_changed(engine):
 
 def test_bad_arguments():
     codes = np.zeros((2, 4), dtype=np.uint8)
+    bits: Any
+    not_an_integer: Any = 32.0
     for bits in (0, 5, 6, 7, 9, -1, True, None, "2"):
         with pytest.raises(ValueError, match="bits must be one of"):
             pack_codes(codes, bits=bits)
@@ -119,7 +123,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="n must be >= 0, got -1"):
         unpack_codes(codes, -1, bits=2)
     with pytest.raises(TypeError, match="m must be an integer"):
-        unpack_signs(codes, 32.0)
+        unpack_signs(codes, not_an_integer)
     with pytest.raises(TypeError, match="x has dtype complex64"):
         pack_signs(np.zeros(3, dtype=np.complex64))
     with pytest.raises(TypeError, match="x has dtype bool"):

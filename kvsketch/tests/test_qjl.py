@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from kvsketch.bounds import sketch_variance
 from kvsketch.qjl import SketchedKeys, select_outlier_channels, sketch_keys, sketch_scores
 from kvsketch.rotation import KINDS, Projection, draw_projection
-from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_mean, assert_same, mean_deviation
+from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same
 
 ARRAYS = ("signs", "norms", "outlier_signs", "outlier_norms", "channels")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -70,7 +70,7 @@ def test_same_bits_with_outliers_on_all_engines(dtype, page):
     k = draw((2, 3, 45, d), dtype, seed=1)
     k[:, :, :, 5] *= 20
     first, second = draw_projection(96, d), draw_projection(40, d, stream=1)
-    options = {"outliers": 5, "outlier_projection": second, "page": page}
+    options: dict[str, Any] = {"outliers": 5, "outlier_projection": second, "page": page}
     expected = sketch_keys(k, first, engine="reference", **options)
     assert expected.channels.shape == (2, 3, -(-45 // page), 5)
     assert expected.channels.dtype == np.uint8
@@ -110,7 +110,7 @@ def test_strided_and_read_only(engine):
     base.flags.writeable = False
     k = base.swapaxes(1, 2)[:, :, ::-1, ::2]
     first, second = draw_projection(96, 64), draw_projection(32, 64, stream=1)
-    options = {"outliers": 4, "outlier_projection": second, "engine": engine}
+    options: dict[str, Any] = {"outliers": 4, "outlier_projection": second, "engine": engine}
     keys = sketch_keys(k, first, **options)
     assert_same_keys(keys, sketch_keys(k.copy(), first, **options))
     q = base.swapaxes(1, 2)[:, :, :4, 1::2]
@@ -129,6 +129,16 @@ def test_golden_sketch(engine):
     keys = sketch_keys(k, projection, engine=engine)
     assert keys.signs[0, 0].tolist() == [[0b11001111, 0], [0b11111111, 1], [0b11001101, 0], [0b11111010, 0]]
     assert keys.norms[0, 0].tolist() == [np.float16(math.sqrt(2)), 0, 5, 2]
+
+
+@every_engine
+def test_sums_run_in_channel_order_with_rounded_products(engine):
+    """Bits that another order of the sum, a wider sum or a fused multiply-add would turn."""
+    e = 2.0**-12
+    rows = np.array([[1, 1, 1, 1], [1, -(1 + e), 0, 0]], dtype=np.float32)
+    projection = Projection("gaussian", 2, 4, 0, 0, rows, 1.0)
+    k = np.array([[1e8, 1, -1e8, -0.5], [1 + 2 * e, 1 + e, 0, 0]], dtype=np.float32).reshape(1, 1, 2, 4)
+    assert sketch_keys(k, projection, engine=engine).signs[0, 0, :, 0].tolist() == [0b10, 0b11]
 
 
 # Scores.
@@ -181,7 +191,7 @@ def test_head_sizes_and_outliers_against_float64(engine, d):
 def test_any_length(engine, n):
     first, second = draw_projection(32, 16), draw_projection(16, 16, stream=1)
     for outliers in (0, 3):
-        options = {"outlier_projection": second} if outliers else {}
+        options: dict[str, Any] = {"outlier_projection": second} if outliers else {}
         keys = sketch_keys(draw((2, 2, n, 16)), first, outliers=outliers, engine=engine, **options)
         for shape in [(2, 4, 1, 16), (2, 4, 0, 16)]:
             scores = sketch_scores(draw(shape), keys, first, engine=engine, **options)
@@ -196,8 +206,9 @@ def test_zero_key_and_zero_query_score_zero(engine):
     k[:, :, 7] = 0
     q[:, :, 1] = 0
     first, second = draw_projection(64, 32), draw_projection(16, 32, stream=1)
-    for options in ({}, {"outlier_projection": second}):
-        keys = sketch_keys(k, first, outliers=4 if options else 0, engine=engine, **options)
+    for outliers in (0, 4):
+        options: dict[str, Any] = {"outlier_projection": second} if outliers else {}
+        keys = sketch_keys(k, first, outliers=outliers, engine=engine, **options)
         scores = sketch_scores(q, keys, first, engine=engine, **options)
         assert (keys.signs[:, :, 7] == 255).all()
         assert (scores[..., 7] == 0).all()
@@ -244,7 +255,7 @@ def test_bad_numbers_spoil_their_own_token_only(engine, bad):
 def test_bad_numbers_with_outliers_stay_in_their_page(engine, bad):
     k = draw((1, 2, 70, 32))
     first, second = draw_projection(64, 32), draw_projection(16, 32, stream=1)
-    options = {"outliers": 4, "outlier_projection": second}
+    options: dict[str, Any] = {"outliers": 4, "outlier_projection": second}
     clean = sketch_keys(k, first, engine=engine, **options)
     k[0, 1, 40, 3] = bad
     keys = sketch_keys(k, first, engine=engine, **options)
@@ -310,7 +321,7 @@ def test_fixed_channels(engine):
     """Channels given once serve all pages: as a page over all tokens has them."""
     k, q = draw((2, 2, 70, 32)), draw((2, 2, 3, 32), seed=1)
     first, second = draw_projection(64, 32), draw_projection(16, 32, stream=1)
-    options = {"outlier_projection": second, "engine": engine}
+    options: dict[str, Any] = {"outlier_projection": second, "engine": engine}
     whole = sketch_keys(k, first, outliers=5, page=100, **options)
     channels = select_outlier_channels(k, 5, page=100, engine=engine)[:, :, 0]
     keys = sketch_keys(k, first, channels=channels, **options)
@@ -323,8 +334,9 @@ def test_fixed_channels(engine):
 
 @every_engine
 def test_splitting_off_bias_channels_saves_the_scores(engine):
-    """Keys N(0, 1) with +-600 on 3 channels, as some models have: the difference between the scores of two keys, all
-    that a softmax sees, drowns without outlier channels and survives with them."""
+    """Keys N(0, 1) with +-600 on 3 channels, as some models have: the differences between the scores of a query, all
+    that a softmax sees, drown without outlier channels and survive when just the loud ones are split off. Splitting 8
+    helps less: the error of the loud part is proportional to |q_out|, and 5 ordinary channels join it."""
     d, n = 128, 96
     k, q = draw((1, 1, n, d)), draw((1, 1, 8, d), seed=1)
     k[..., [3, 77, 120]] += np.array([600, -600, 600], dtype=np.float32)
@@ -332,76 +344,17 @@ def test_splitting_off_bias_channels_saves_the_scores(engine):
     true = (q @ k.swapaxes(-1, -2)).astype(np.float64)
     first, second = draw_projection(256, d), draw_projection(128, d, stream=1)
 
+    def spread(scores: np.ndarray) -> float:
+        return float((scores - scores.mean(axis=-1, keepdims=True)).std())
+
     def error(outliers: int) -> float:
-        options = {"outlier_projection": second} if outliers else {}
+        options: dict[str, Any] = {"outlier_projection": second} if outliers else {}
         keys = sketch_keys(k, first, outliers=outliers, engine=engine, **options)
-        wrong = sketch_scores(q, keys, first, engine=engine, **options) - true
-        return float((wrong - wrong.mean(axis=-1, keepdims=True)).std())
+        return spread(sketch_scores(q, keys, first, engine=engine, **options) - true)
 
-    print(error(0),error(8),error(3), (true-true.mean(-1,keepdims=True)).std()); assert 0
-
-
-# The law of the estimate.
-
-COSINES = np.array([-1, -0.5, 0, 0.5, 1])
-SMALL_D = 16
-DRAWS = 16000
-
-
-def pair_of(d: int) -> tuple[np.ndarray, np.ndarray]:
-    """A unit key (1, 1, 1, d) and unit queries (1, 1, 5, d) with the cosines above."""
-    k, other = np.linalg.qr(np.random.default_rng(7).standard_normal((d, 2)))[0].T
-    q = COSINES[:, None] * k + np.sqrt(1 - COSINES**2)[:, None] * other
-    return k.reshape(1, 1, 1, d).astype(np.float32), q.reshape(1, 1, 5, d).astype(np.float32)
-
-
-def estimates(m: int, kind: str, draws: int, *, d: int = SMALL_D) -> np.ndarray:
-    """Estimates (draws, 5) over independent projections, by the public functions; |k| = 1 is exact in float16."""
-    k, q = pair_of(d)
-    out = np.empty((draws, 5))
-    for seed in range(draws):
-        projection = draw_projection(m, d, kind=kind, seed=seed)
-        out[seed] = sketch_scores(q, sketch_keys(k, projection), projection)[0, 0, :, 0]
-    return out
-
-
-@pytest.mark.parametrize("kind", ["orthogonal", "gaussian"])
-@pytest.mark.parametrize("m", [SMALL_D // 2, SMALL_D, 2 * SMALL_D, 4 * SMALL_D])
-def test_estimate_is_unbiased_with_the_exact_variance(kind, m):
-    """16000 draws, 5 cosines, 8 settings: the means by the exact variance, and the sample variances by their own
-    standard errors, all with a false alarm of 1e-6 for the lot. The twins must be found out: the constant sqrt(pi/2)
-    (with c_d for Gaussian rows), and the other kind's variance."""
-    samples = estimates(m, kind, DRAWS)
-    variance = sketch_variance(m, SMALL_D, COSINES, kind=kind)
-    tests = 2 * 2 * 4 * len(COSINES)
-    assert_mean(samples, COSINES, variance, tests=tests)
-    squares = (samples - COSINES) ** 2
-    assert_mean(squares, variance, tests=tests)
-    np.testing.assert_allclose(squares.mean(axis=0), variance, rtol=0.1)
-
-    published, exact = math.sqrt(math.pi / 2), draw_projection(m, SMALL_D).constant
-    wrong = published / exact if kind == "orthogonal" else exact / published
-    assert np.abs(mean_deviation(samples * wrong, COSINES, variance))[[0, -1]].min() > 6
-    other = sketch_variance(m, SMALL_D, COSINES, kind="gaussian" if kind == "orthogonal" else "orthogonal")
-    assert np.abs(mean_deviation(squares, other)).max() > 20
-
-
-def test_estimate_of_a_hadamard_sketch_is_nearly_unbiased():
-    """No theorem here: random signs are no Haar measure. Measured, and bounded with 2000 draws (standard errors of at
-    most 0.0012 at d = 64, m = 128), for dense keys and for keys of one and two channels, where one round of signs and
-    transform is off by 0.25 and 0.6."""
-    d, m, draws = 64, 128, 2000
-    k = np.zeros((1, 1, 3, d), dtype=np.float32)
-    k[0, 0, 0, 1] = 1
-    k[0, 0, 1, [1, 3]] = 0.8, 0.6
-    k[0, 0, 2] = pair_of(d)[0][0, 0, 0]
-    q = np.stack([k[0, 0, 0], k[0, 0, 1], np.eye(d, dtype=np.float32)[3], k[0, 0, 2]])[None, None]
-    total = np.zeros((4, 3))
-    for seed in range(draws):
-        projection = draw_projection(m, d, kind="hadamard", seed=seed)
-        total += sketch_scores(q, sketch_keys(k, projection), projection)[0, 0]
-    bias = total / draws - q[0, 0] @ k[0, 0].T
-    assert np.abs(bias).max() < 0.015
+    assert error(0) > 5 * spread(true)
+    assert error(3) < 0.6 * spread(true)
+    assert error(3) < error(8) < error(0)
 
 
 # Bad arguments.
@@ -409,6 +362,7 @@ def test_estimate_of_a_hadamard_sketch_is_nearly_unbiased():
 
 def test_bad_arguments():
     k, q = draw((1, 2, 5, 8)), draw((1, 4, 1, 8))
+    not_a_projection: Any = np.ones((16, 8), dtype=np.float32)
     first, second = draw_projection(16, 8), draw_projection(8, 8, stream=1)
     keys = sketch_keys(k, first)
     split = sketch_keys(k, first, outliers=2, outlier_projection=second)
@@ -417,7 +371,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"k must have shape \(b, h, n, d\), got \(2, 5, 8\)"):
         sketch_keys(k[0], first)
     with pytest.raises(TypeError, match="projection must be a Projection from draw_projection, got ndarray"):
-        sketch_keys(k, first.matrix)
+        sketch_keys(k, not_a_projection)
     with pytest.raises(ValueError, match=r"projection is for head size 8, but k has shape \(1, 2, 5, 6\)"):
         sketch_keys(k[..., :6], first)
     with pytest.raises(ValueError, match="outliers=9 is more than the 8 channels"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -88,7 +89,7 @@ def test_transform_bad_arguments():
             hadamard_transform(x, axis=axis)
     with pytest.raises(ValueError, match=r"x has shape \(2, 0\): axis -1 is empty"):
         hadamard_transform(x[:, :0])
-    with pytest.raises(TypeError, match="expected a NumPy or CuPy array, got builtins.list"):
+    with pytest.raises(TypeError, match=r"expected a NumPy or CuPy array, got builtins\.list"):
         hadamard_transform([1.0, 2.0])
     with pytest.raises(ValueError, match="d must be >= 1, got 0"):
         hadamard_block(0)
@@ -172,12 +173,13 @@ def test_gaussian_moments():
 
 
 def test_projection_bad_arguments():
+    not_an_integer: Any = 8.0
     with pytest.raises(ValueError, match="m must be >= 1, got 0"):
         draw_projection(0, 8)
     with pytest.raises(ValueError, match="d must be >= 1, got -2"):
         draw_projection(8, -2)
     with pytest.raises(TypeError, match=r"m must be an integer, got 8\.0"):
-        draw_projection(8.0, 8)
+        draw_projection(not_an_integer, 8)
     with pytest.raises(ValueError, match="kind must be one of"):
         draw_projection(8, 8, kind="haar")
     with pytest.raises(ValueError, match="seed must be >= 0, got -1"):
