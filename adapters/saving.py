@@ -96,14 +96,18 @@ def _fill_store(
 ) -> None:
     saved = Cache.from_tensors(tensors, header, prefix, engine=layer.store.engine)
     if saved.settings != layer.store.settings:
-        raise ValueError(f"{path} holds {saved.settings} for {layer.store.name}, its method says {layer.store.settings}")
+        raise ValueError(
+            f"{path} holds {saved.settings} for {layer.store.name}, its method says {layer.store.settings}"
+        )
     layer.store = saved
     layer.is_initialized = not saved.is_empty
 
 
 def _dense_to_tensors(layer: Any, index: int, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        raise ValueError(f"layer {index} is a {type(layer).__name__}, which kvsketch cannot save; copy.deepcopy the cache")
+        raise ValueError(
+            f"layer {index} is a {type(layer).__name__}, which kvsketch cannot save; copy.deepcopy the cache"
+        )
     if layer.keys is None or not layer.is_initialized:
         return {}, {"length": 0}
     header = {"length": layer.get_seq_length(), "key_dtype": dtype_name(layer.keys.dtype)}

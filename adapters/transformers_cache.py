@@ -101,7 +101,12 @@ class CompressedCache(transformers.Cache):
         """
         method = get_method(method).with_settings(residual_length=residual_length, sink_tokens=sink_tokens)
         exact_dtype = None if exact_dtype is None else dtype_name(exact_dtype)
-        options = {"exact_dtype": exact_dtype, "max_tokens": max_tokens, "checked": checked, "engine": engine}
+        options: dict[str, Any] = {
+            "exact_dtype": exact_dtype,
+            "max_tokens": max_tokens,
+            "checked": checked,
+            "engine": engine,
+        }
         config = decoder_config(model)
         stores = {}
         kinds, arguments = get_layer_types_and_kwargs(config)
@@ -160,7 +165,7 @@ class CompressedCache(transformers.Cache):
         length = dense_cache.get_seq_length()
         if not length:
             raise ValueError("dense_cache is empty; run the model on the prompt with it first")
-        cache.begin_forward(0)
+        cache.begin_forward()
         for index, (layer, dense) in enumerate(zip(cache.layers, dense_cache.layers, strict=True)):
             if isinstance(layer, CompressedLayer):
                 cache._take_dense(layer, dense, index, length, attention_mask)
@@ -223,10 +228,12 @@ class CompressedCache(transformers.Cache):
             "total": reporting.total_report(self),
         }
 
-    def begin_forward(self, past: int) -> None:
-        """Called by the first layer of a forward that finds `past` positions: raise unless all layers agree."""
+    def begin_forward(self, module: torch.nn.Module | None = None) -> None:
+        """Called by the first layer of a forward, with its module: raise unless all layers hold as many positions."""
         if self.broken:
             raise RuntimeError(self.broken)
+        if getattr(getattr(module, "config", None), "output_attentions", False):
+            raise ValueError(attention_function.NO_WEIGHTS)
         lengths = [layer.store.length for layer in self.compressed]
         if min(lengths) != max(lengths):
             # The forward before this one stopped half-way, outside attention.
@@ -355,7 +362,9 @@ def compressed_layers(config: Any) -> list[int]:
     """
     kinds = get_layer_types_and_kwargs(config)[0]
     shared = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
-    found = [i for i, (kind, mode) in enumerate(zip(kinds, shared, strict=True)) if kind == "full_attention" and not mode]
+    found = [
+        i for i, (kind, mode) in enumerate(zip(kinds, shared, strict=True)) if kind == "full_attention" and not mode
+    ]
     if not found:
         raise ValueError(
             f"model has no full-attention layer to compress (its layers are {sorted(set(kinds))}); "

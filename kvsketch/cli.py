@@ -43,7 +43,7 @@ ModelOption = Annotated[
     str, typer.Option(help="smollm2 (SmolLM2-135M-Instruct, from a package), a local directory or a hub name.")
 ]
 DtypeOption = Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="Threads to compute with. [default: as many as cores]")]
+ThreadsOption = Annotated[int | None, typer.Option(help="Threads to compute with. [default: torch's choice]")]
 ResidualOption = Annotated[
     int | None, typer.Option(help="Newest tokens kept exact. [default: the method's own, 32 or 128]")
 ]
@@ -76,7 +76,7 @@ def generate(
     from kvsketch.adapters.transformers_cache import CompressedCache
     from kvsketch.evaluation import cache_argument, warm_up
 
-    with waiting(f"Preparing {chosen.name}"), user_errors("--method"):
+    with waiting(f"Preparing {chosen.name} (the first time, its kernels are compiled)"), user_errors("--method"):
         warm_up(language_model, chosen)
     cache = CompressedCache.for_model(language_model, chosen)
     if raw or tokenizer.chat_template is None:
@@ -195,7 +195,10 @@ def compare(
     with user_errors(f"--text {source}"):
         ids = text_windows(tokenizer, content, prompt_tokens=prompt_tokens, score_tokens=score_tokens, windows=windows)
     for method in chosen:
-        with waiting(f"Preparing {method.name}"), user_errors(f"--methods {method.name}"):
+        with (
+            waiting(f"Preparing {method.name} (the first time, its kernels are compiled)"),
+            user_errors(f"--methods {method.name}"),
+        ):
             warm_up(language_model, method)
     note_length(language_model, prompt_tokens + score_tokens)
     with progress_bar() as progress, user_errors("--model"):

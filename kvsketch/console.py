@@ -105,6 +105,8 @@ def writable(option: str, path: Path | None) -> None:
         fail(f"{option} {path}: this is a folder; give a file name in it")
     if not path.parent.is_dir():
         fail(f"{option} {path}: there is no folder {path.parent}; create it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        fail(f"{option} {path}: may not be written; name a file that you may write")
 
 
 def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
@@ -115,14 +117,15 @@ def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any
     with user_errors("--model"), waiting(f"Loading {name}"):
         # transformers draws some bars through tqdm itself, which reads this when it is imported.
         os.environ.setdefault("TQDM_DISABLE", "1")
+        import torch
         from transformers.utils import logging
 
         from kvsketch.adapters.models import load_model
-        from kvsketch.environment import core_count, set_threads
+        from kvsketch.environment import set_threads
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        set_threads(core_count() if threads is None else threads)
+        set_threads(torch.get_num_threads() if threads is None else threads)
         return load_model(name, dtype=dtype)
 
 
@@ -144,7 +147,14 @@ def waiting(what: str) -> Iterator[None]:
 def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
     """A bar that follows calls with (description, completed, total); nothing where stderr is no terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=PROGRESS_CONSOLE, transient=True, disable=not PROGRESS_CONSOLE.is_terminal) as bar:
+    # Drawn rarely, since decode steps are timed meanwhile.
+    with Progress(
+        *columns,
+        console=PROGRESS_CONSOLE,
+        transient=True,
+        refresh_per_second=2,
+        disable=not PROGRESS_CONSOLE.is_terminal,
+    ) as bar:
         task = bar.add_task("Starting", total=None)
 
         def update(description: str, completed: int, total: int | None) -> None:

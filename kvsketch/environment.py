@@ -98,8 +98,9 @@ def set_threads(threads: int) -> None:
     import numba
     import torch
 
-    torch.set_num_threads(threads)
+    # Numba first: where both use OpenMP, the start of Numba's threads sets torch's number back.
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    torch.set_num_threads(threads)
 
 
 def _kernel_cache() -> str:

@@ -130,18 +130,24 @@ def compare_methods(
 def warm_up(model: Any, method: Method) -> None:
     """Fill and read a cache that is thrown away, so that the kernels of `method` are compiled afterwards.
 
-    Raises ValueError, at the price of a few short forwards, when the method does not fit the model.
+    The model keeps its attention. Raises ValueError, at the price of a few short forwards, when the method does not fit
+    the model.
     """
     from kvsketch.adapters.transformers_cache import CompressedCache
 
-    layers = model.config.get_text_config().num_hidden_layers
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
     settings = [method.for_layer(layer, layers) for layer in range(layers)]
     tokens = max(s.sink_tokens + s.residual_length for s in settings) + 128
-    ids = torch.arange(tokens)[None] % model.config.get_text_config().vocab_size
-    cache = CompressedCache.for_model(model, method)
-    with torch.inference_mode():
-        for chunk in (ids[:, :-3], ids[:, -3:-1], ids[:, -1:]):
-            read_tokens(model, chunk, cache, last_only=True)
+    ids = torch.arange(tokens)[None] % config.vocab_size
+    own_attention = model.config._attn_implementation
+    try:
+        cache = CompressedCache.for_model(model, method)
+        with torch.inference_mode():
+            for chunk in (ids[:, :-3], ids[:, -3:-1], ids[:, -1:]):
+                read_tokens(model, chunk, cache, last_only=True)
+    finally:
+        model.set_attn_implementation(own_attention)
 
 
 def check_exact(results: Sequence[Result], dtype: str) -> tuple[bool, str] | None:

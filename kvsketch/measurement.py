@@ -67,16 +67,17 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._before = _other_cpu_seconds()
+        self._before = other_cpu_seconds()
 
     def busiest_share(self) -> float:
         """Share of one core used since the start by the busiest other process."""
         wall = time.perf_counter() - self._start
-        used = (seconds - self._before.get(pid, 0.0) for pid, seconds in _other_cpu_seconds().items())
+        used = (seconds - self._before.get(pid, 0.0) for pid, seconds in other_cpu_seconds().items())
         return max(used, default=0.0) / wall
 
 
-def _other_cpu_seconds() -> dict[int, float]:
+def other_cpu_seconds() -> dict[int, float]:
+    """Processor seconds that each process has used so far, by process id, without this one and its children."""
     me = psutil.Process()
     mine = {me.pid, *(child.pid for child in me.children(recursive=True))}
     seconds = {}

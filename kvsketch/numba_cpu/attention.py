@@ -12,11 +12,22 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from kvsketch.attention import CacheView
 from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideLayout
-from kvsketch.numba_cpu.lanes import exp2, load, max_all, multiply_add, splat, store, store_lane_sums, sum_all
+from kvsketch.numba_cpu._compile import kernel, kernel_part
+from kvsketch.numba_cpu.lanes import (
+    exp2,
+    load,
+    max_all,
+    multiply_add,
+    splat,
+    stay_apart,
+    store,
+    store_lane_sums,
+    sum_all,
+)
 from kvsketch.numba_cpu.pages import UNIT
 from kvsketch.numba_cpu.tiles import mix_exact, mix_ints, number_bytes, score_exact, score_ints, score_sketch
 from kvsketch.reference import attention as reference
@@ -50,9 +61,10 @@ class Mask(NamedTuple):
     softcap: Any  #: 0 for none
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _update_softmax(scores, state, mix, base, count, position, row, head, limits, bias, softcap):  # type: ignore[no-untyped-def]
     """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
+    stay_apart()
     queries, s = scores.shape[0], limits.shape[1]
     any_seen = False
     for i in range(queries):
@@ -77,8 +89,10 @@ def _update_softmax(scores, state, mix, base, count, position, row, head, limits
             decay = np.float32(2.0 ** (state[i, 0] - highest))
             state[i, 0] = highest
             state[i, 1] *= decay
-            mix[i] *= decay
-            base[i] *= decay
+            for c in range(mix.shape[1]):
+                mix[i, c] *= decay
+            for part in range(base.shape[1]):
+                base[i, part] *= decay
         one, shift = splat(np.float32(1)), splat(-highest)
         for t in range(0, TILE, 64):
             weights = exp2(multiply_add(load(scores, i * TILE + t), one, shift))
@@ -87,12 +101,13 @@ def _update_softmax(scores, state, mix, base, count, position, row, head, limits
     return any_seen
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _attend_exact(
     keys, values, key_spec, value_spec, position, row, head, q, limits, bias, softcap,
     tile, constants, scores, state, mix, base,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Take in exact tokens, given as the bytes of their keys and values."""
+    stay_apart()
     key_bytes, value_bytes = number_bytes(key_spec), number_bytes(value_spec)
     count = keys.size // key_bytes
     for first in range(0, count, TILE):
@@ -103,13 +118,14 @@ def _attend_exact(
             mix_exact(values[first * value_bytes : (first + here) * value_bytes], value_spec, tile, scores, 0, mix)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _attend_pages(
     records, start, record_bytes, count, key_spec, value_spec, position, row, head,
     q, sketch, table, outlier_table, factor, outlier_factor, limits, bias, softcap,
     tile, scale, zero, folded, constants, sums, scores, state, mix, base,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Take in `count` encoded pages, one after the other from byte `start` of `records`."""
+    stay_apart()
     tokens = key_spec.tokens
     key_bytes, value_bytes = tokens * number_bytes(key_spec), tokens * number_bytes(value_spec)
     step = TILE // tokens
@@ -138,9 +154,10 @@ def _attend_pages(
                     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _finish(mix, base, spec, out):  # type: ignore[no-untyped-def]
     """Sum the rows of the mix and add the groups' bases: out (Q, dv), still to be divided by the sums."""
+    stay_apart()
     sums = np.empty((spec.width + 7) // 8 * 8, np.float32)
     for i in range(out.shape[0]):
         for lane in range(0, spec.width, 8):
@@ -151,7 +168,7 @@ def _finish(mix, base, spec, out):  # type: ignore[no-untyped-def]
                 out[i, c] += base[i, c // spec.group]
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def aligned_floats(rows, columns):  # type: ignore[no-untyped-def]
     """Zeros float32 (rows, columns) that start on a 64-byte line, so that a vector is not split over two."""
     room = np.zeros(rows * columns + 16, np.float32)
@@ -159,9 +176,10 @@ def aligned_floats(rows, columns):  # type: ignore[no-untyped-def]
     return room[skip : skip + rows * columns].reshape(rows, columns)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs, state, out):  # type: ignore[no-untyped-def]
     """One run of tokens of one head: its maximum and sum to `state` (Q, 2), its undivided mix to `out` (Q, dv)."""
+    stay_apart()
     h, capacity, record_bytes = view.pages.shape[1:]
     count = state.shape[0]
     q, sketch = queries.q[row, head], queries.sketch[row, head]
@@ -201,7 +219,7 @@ def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs
     _finish(mix, base, value_spec, out)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@kernel(parallel=True)
 def _attend_parts(queries, view, key_spec, value_spec, mask, states, mixes):  # type: ignore[no-untyped-def]
     """Every (row, head, run) on its own.
 
@@ -216,30 +234,31 @@ def _attend_parts(queries, view, key_spec, value_spec, mask, states, mixes):  # 
         )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
     """Join the runs of each head by log-sum-exp: out float32 (b, h, Q, dv). sink_logits (hq,) in log2, or empty."""
-    b, h, runs, count, _ = mixes.shape
+    b, h, runs, count, dv = mixes.shape
+    weights = np.empty(runs, np.float32)
     for row in range(b):
         for head in range(h):
             for i in range(count):
-                highest, total = np.float32(-np.inf), np.float32(0)
-                if sink_logits.size > 0:
-                    highest = sink_logits[(head * count + i) // s]
+                sink = sink_logits[(head * count + i) // s] if sink_logits.size > 0 else np.float32(-np.inf)
+                highest = sink
                 for run in range(runs):
                     highest = max(highest, states[row, head, run, i, 0])
-                target = out[row, head, i]
-                target[:] = 0
                 if highest == -np.inf:
-                    continue
-                if sink_logits.size > 0:
-                    total += np.float32(2.0 ** (sink_logits[(head * count + i) // s] - highest))
-                for run in range(runs):
-                    weight = np.float32(2.0 ** (states[row, head, run, i, 0] - highest))
-                    if weight > 0:
-                        total += weight * states[row, head, run, i, 1]
-                        target += weight * mixes[row, head, run, i]
-                target /= total
+                    weights[:] = 0
+                    total = np.float32(1)
+                else:
+                    total = np.float32(2.0 ** (sink - highest))
+                    for run in range(runs):
+                        weights[run] = np.float32(2.0 ** (states[row, head, run, i, 0] - highest))
+                        total += weights[run] * states[row, head, run, i, 1]
+                for c in range(dv):
+                    mixed = np.float32(0)
+                    for run in range(runs):
+                        mixed += weights[run] * mixes[row, head, run, i, c]
+                    out[row, head, i, c] = mixed / total
 
 
 _NO_BIAS = np.zeros((0, 0, 0, 0), np.float32)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from kvsketch.numba_cpu._compile import kernel
 
 
 def pack_signs(x: Any) -> Any:
@@ -33,7 +34,7 @@ def unpack_codes(packed: Any, n: int, bits: int) -> Any:
     return codes
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _pack_rows(codes: np.ndarray, bits: int, packed: np.ndarray) -> None:
     """Fill `packed` (rows, ceil(n bits / 8)), zeros before, from `codes` (rows, n)."""
     for row in range(codes.shape[0]):
@@ -45,7 +46,7 @@ def _pack_rows(codes: np.ndarray, bits: int, packed: np.ndarray) -> None:
                 packed[row, byte + 1] |= np.uint8(code >> 8)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _unpack_rows(packed: np.ndarray, bits: int, codes: np.ndarray) -> None:
     """Fill `codes` (rows, n) from `packed` (rows, ceil(n bits / 8))."""
     mask = (1 << bits) - 1

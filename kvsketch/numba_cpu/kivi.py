@@ -10,10 +10,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from kvsketch._checks import FLOAT_DTYPES
 from kvsketch.kivi import GroupedCodes
+from kvsketch.numba_cpu._compile import kernel
 from kvsketch.numba_cpu.bitpack import pack_codes, unpack_codes
 from kvsketch.numba_cpu.float16 import float_to_half, half_to_float
 
@@ -25,7 +25,7 @@ ROUNDER = np.float32(12582912.0)
 TILE = 256
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def group_scale(lo, hi, bad, levels):  # type: ignore[no-untyped-def]
     """Scale and zero of a group from its least and largest number, rounded to float16, and how many saturated.
 
@@ -43,7 +43,7 @@ def group_scale(lo, hi, bad, levels):  # type: ignore[no-untyped-def]
     return scale, zero, saturated
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def encode_number(x, scale, zero, levels):  # type: ignore[no-untyped-def]
     """Code of one number of a group; `scale` and `zero` are the rounded ones, all float32."""
     clamped = HALF_MAX if x > HALF_MAX else x
@@ -54,7 +54,7 @@ def encode_number(x, scale, zero, levels):  # type: ignore[no-untyped-def]
     return np.uint8(np.int32((steps + ROUNDER) - ROUNDER))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def quantize_one(x, bits, codes):  # type: ignore[no-untyped-def]
     """Quantize one group, x float32 (g,), into codes uint8 (g,); returns what :func:`group_scale` does."""
     levels = np.float32((1 << bits) - 1)
@@ -72,7 +72,7 @@ def quantize_one(x, bits, codes):  # type: ignore[no-untyped-def]
     return scale, zero, saturated
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def quantize_rows(x, bits, codes, scale, zero):  # type: ignore[no-untyped-def]
     """Quantize groups that are the rows of `x`; returns how many scales and zeros saturated.
 
@@ -85,7 +85,7 @@ def quantize_rows(x, bits, codes, scale, zero):  # type: ignore[no-untyped-def]
     return saturated
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def quantize_columns(x, bits, codes, scale, zero):  # type: ignore[no-untyped-def]
     """Quantize groups that are the columns of `x`; returns how many scales and zeros saturated.
 
@@ -115,7 +115,7 @@ def quantize_columns(x, bits, codes, scale, zero):  # type: ignore[no-untyped-de
     return saturated
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _quantize_tokens(x, bits, group, codes, scale, zero):  # type: ignore[no-untyped-def]
     """x (B, n, d), groups of `group` tokens: codes (B, n, d), scale and zero (B, ceil(n/group), d) as halves."""
     saturated = 0
@@ -130,7 +130,7 @@ def _quantize_tokens(x, bits, group, codes, scale, zero):  # type: ignore[no-unt
     return saturated
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _quantize_channels(x, bits, group, codes, scale, zero):  # type: ignore[no-untyped-def]
     """x (rows, d), groups of `group` channels: codes (rows, d), scale and zero (rows, ceil(d/group)) as halves."""
     saturated = 0
@@ -172,7 +172,7 @@ def _half_bits(numbers: Any) -> Any:
     return _merge_outer(np.ascontiguousarray(numbers).view(np.uint16))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _dequantize(codes, scale, zero, token_group, channel_group, saturate, out):  # type: ignore[no-untyped-def]
     for i in range(codes.shape[0]):
         for t in range(codes.shape[1]):
@@ -202,7 +202,7 @@ def _cast(x: Any, dtype: Any) -> Any:
         return x.astype(dtype, copy=False)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _unpack_row(packed, bits, out):  # type: ignore[no-untyped-def]
     """Codes of one token, a little-endian bit stream, as float32 numbers."""
     mask = (1 << bits) - 1
@@ -215,7 +215,7 @@ def _unpack_row(packed, bits, out):  # type: ignore[no-untyped-def]
         out[c] = np.float32(word & mask)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+@kernel(fastmath={"reassoc", "contract", "nsz"})
 def _dot(x, y):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for c in range(x.size):
@@ -223,7 +223,7 @@ def _dot(x, y):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _key_scores(q, packed, scale, zero, bits, group, out):  # type: ignore[no-untyped-def]
     """q (B, rows, d), packed (B, n, bytes), scale and zero halves (B, groups, d), out float32 (B, rows, n)."""
     blocks, rows, d = q.shape
@@ -257,7 +257,7 @@ def key_scores(q: Any, codes: GroupedCodes) -> Any:
     return _cast(out.reshape(b, hq, s, n), q.dtype)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _weighted_values(p, packed, scale, zero, bits, group, out):  # type: ignore[no-untyped-def]
     """p (B, rows, n), packed (B, n, bytes), scale and zero halves (B, n, groups), out float32 (B, rows, d)."""
     blocks, rows, d = out.shape

@@ -107,9 +107,32 @@ def _call(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[Any
 
 
 @intrinsic
+def stay_apart(_context: Any) -> Any:
+    """Keep the function that calls this out of its callers: it is compiled once, not again wherever it is used."""
+
+    def emit(builder: ir.IRBuilder) -> Any:
+        builder.function.attributes.add("noinline")
+        return ir.Constant(_I32, 0)
+
+    return _operation(types.int32(), emit)
+
+
+@intrinsic
 def load_word(_context: Any, array: Any, offset: Any) -> Any:
     """The two bytes at `offset` of a uint8 array as one uint16."""
     return _memory(types.uint16(array, types.intp), lambda b, p: _load(b, p, _I16))
+
+
+@intrinsic
+def store_word(_context: Any, array: Any, offset: Any, word: Any) -> Any:
+    """Write a uint16 to the two bytes at `offset` of a uint8 array."""
+    return _memory(types.void(array, types.intp, types.uint16), _store)
+
+
+@intrinsic
+def load_float(_context: Any, array: Any, offset: Any) -> Any:
+    """The four bytes at `offset` of a uint8 array as a float32 number."""
+    return _memory(types.float32(array, types.intp), lambda b, p: _load(b, p, _F32))
 
 
 @intrinsic

@@ -11,26 +11,38 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from kvsketch.codecs import Exact, SignSketch
 from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu import qjl
+from kvsketch.numba_cpu._compile import kernel, kernel_part
 from kvsketch.numba_cpu.float16 import float_to_half, half_to_float
 from kvsketch.numba_cpu.kivi import quantize_columns, quantize_rows
-from kvsketch.numba_cpu.lanes import add_high_bit, load_bytes, load_word, store, take_bits, to_floats
+from kvsketch.numba_cpu.lanes import (
+    add_high_bit,
+    load_bytes,
+    load_word,
+    stay_apart,
+    store,
+    store_word,
+    take_bits,
+    to_floats,
+)
 from kvsketch.reference import pages as reference
 
 FLOAT32, FLOAT16 = DTYPE_CODES["float32"], DTYPE_CODES["float16"]
 #: Floats in a tile for each unit of 8 contraction rows by 32 lanes.
 UNIT = 256
+#: As many pages are encoded in the calling thread: waking others costs more than it saves.
+FEW_PAGES = 32
 
 
 def select_channels(k: Any, side: SideLayout) -> Any:
     return reference.select(k, side, qjl.select_outlier_channels)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def unpack_codes(record, offset, units, bits, tile, start):  # type: ignore[no-untyped-def]
     """Codes of `units` consecutive units as floats, from tile[start] on; a 1- or 3-bit unit fills two of the tile's."""
     mask = np.uint8((1 << min(bits, 8)) - 1)
@@ -55,9 +67,10 @@ def unpack_codes(record, offset, units, bits, tile, start):  # type: ignore[no-u
                     store(tile, start + unit * UNIT + 64 * (planes * vector + plane), to_floats(codes))
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def pack_codes(codes, bits, record, offset):  # type: ignore[no-untyped-def]
     """Units of codes uint8 (lanes, rows), both whole multiples of a unit, block by block of 32 lanes."""
+    stay_apart()
     lanes, rows = codes.shape
     depth = 16 if bits == 1 or bits == 3 else 8
     size = 4 * depth * bits
@@ -82,23 +95,23 @@ def pack_codes(codes, bits, record, offset):  # type: ignore[no-untyped-def]
                             record[byte + 64 * (sub // planes)] |= code << np.uint8(bits * (sub % planes))
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def read_halves(record, offset, count, out):  # type: ignore[no-untyped-def]
     """`count` float16 numbers at byte `offset` of a record, as float32."""
     for i in range(count):
         out[i] = half_to_float(load_word(record, offset + 2 * i))
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _write_halves(numbers, record, offset):  # type: ignore[no-untyped-def]
-    halves = record[offset : offset + 2 * numbers.size].view(np.uint16)
     for i in range(numbers.size):
-        halves[i] = float_to_half(numbers[i])
+        store_word(record, offset + 2 * i, float_to_half(numbers[i]))
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _encode_int_keys(x, record, spec):  # type: ignore[no-untyped-def]
     """One page: x float32 (p, d) into `record`; number of saturated scales and zeros."""
+    stay_apart()
     codes = np.zeros((spec.tokens, spec.rows), np.uint8)
     scale, zero = np.zeros(spec.rows, np.float32), np.zeros(spec.rows, np.float32)
     saturated = 0
@@ -111,40 +124,59 @@ def _encode_int_keys(x, record, spec):  # type: ignore[no-untyped-def]
     return saturated
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _encode_int_values(x, record, spec):  # type: ignore[no-untyped-def]
     """One page: x float32 (p, dv) into `record`; number of saturated scales and zeros."""
+    stay_apart()
     codes = np.zeros(((spec.width + 31) // 32 * 32, spec.tokens), np.uint8)
     scale, zero = np.empty(spec.tokens, np.float32), np.empty(spec.tokens, np.float32)
     saturated = 0
     for part in range(spec.groups):
         first, last = part * spec.group, min((part + 1) * spec.group, spec.width)
-        group = np.ascontiguousarray(x[:, first:last])
+        group = np.empty((spec.tokens, last - first), np.float32)
+        for t in range(spec.tokens):
+            for c in range(first, last):
+                group[t, c - first] = x[t, c]
         group_codes = np.empty(group.shape, np.uint8)
         saturated += quantize_rows(group, spec.bits, group_codes, scale, zero)
-        codes[first:last] = group_codes.T
+        for c in range(first, last):
+            for t in range(spec.tokens):
+                codes[c, t] = group_codes[t, c - first]
         _write_halves(scale, record, spec.scale + 2 * part * spec.tokens)
         _write_halves(zero, record, spec.zero + 2 * part * spec.tokens)
     pack_codes(codes, spec.bits, record, spec.codes)
     return saturated
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def _encode_ints(x, records, spec, is_keys):  # type: ignore[no-untyped-def]
+@kernel_part()
+def _encode_page(x, record, spec, is_keys):  # type: ignore[no-untyped-def]
+    if is_keys:
+        return _encode_int_keys(x, record, spec)
+    return _encode_int_values(x, record, spec)
+
+
+@kernel(parallel=True)
+def _encode_many(x, records, spec, is_keys):  # type: ignore[no-untyped-def]
     """x float32 (N, p, width) into records uint8 (N, side bytes)."""
     saturated = 0
     for page in prange(x.shape[0]):
-        if is_keys:
-            saturated += _encode_int_keys(x[page], records[page], spec)
-        else:
-            saturated += _encode_int_values(x[page], records[page], spec)
+        saturated += _encode_page(x[page], records[page], spec, is_keys)
     return saturated
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@kernel()
+def _encode_few(x, records, spec, is_keys):  # type: ignore[no-untyped-def]
+    """What :func:`_encode_many` does, in this thread."""
+    saturated = 0
+    for page in range(x.shape[0]):
+        saturated += _encode_page(x[page], records[page], spec, is_keys)
+    return saturated
+
+
+@kernel()
 def _pack_sign_pages(signs, rows, units):  # type: ignore[no-untyped-def]
     """Packed signs uint8 (N, p, ceil(m/8)) into units uint8 (N, bytes) of pages with `rows` rows."""
-    for page in prange(signs.shape[0]):
+    for page in range(signs.shape[0]):
         bits = np.zeros((signs.shape[1], rows), np.uint8)
         for t in range(signs.shape[1]):
             for r in range(min(rows, 8 * signs.shape[2])):
@@ -162,7 +194,8 @@ def _pack_sign_units(signs: Any, m: int, rows: int) -> Any:
 def _encode_ints_into(x: Any, side: SideLayout, out: Any) -> int:
     pages = np.ascontiguousarray(x, dtype=np.float32).reshape(-1, side.tokens, side.width)
     records = np.zeros((len(pages), side.nbytes), np.uint8)
-    saturated = _encode_ints(pages, records, side.spec, side.side == "keys")
+    encode = _encode_many if len(pages) > FEW_PAGES else _encode_few
+    saturated = encode(pages, records, side.spec, side.side == "keys")
     out[...] = records.reshape(out.shape)
     return int(saturated)
 
@@ -182,7 +215,7 @@ def encode_values(v: Any, side: SideLayout, *, out: Any) -> int:
     return _encode_ints_into(v, side, out)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _decode_int_keys(record, spec, tile, numbers, out):  # type: ignore[no-untyped-def]
     """One page of keys float32 (p, d)."""
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
@@ -198,7 +231,7 @@ def _decode_int_keys(record, spec, tile, numbers, out):  # type: ignore[no-untyp
                     out[32 * block + lane, c] = code * numbers[0, c] + numbers[1, c]
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _decode_int_values(record, spec, tile, numbers, out):  # type: ignore[no-untyped-def]
     """One page of values float32 (p, dv)."""
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
@@ -214,7 +247,7 @@ def _decode_int_values(record, spec, tile, numbers, out):  # type: ignore[no-unt
             out[t, c] = tile[t // 8 * UNIT + 8 * (c % 32) + t % 8] * numbers[0, t] + numbers[1, t]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _decode_ints(records, spec, is_keys):  # type: ignore[no-untyped-def]
     """records uint8 (N, side bytes) to float32 (N, p, width)."""
     out = np.empty((records.shape[0], spec.tokens, spec.width), np.float32)

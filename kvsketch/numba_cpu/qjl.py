@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from kvsketch.numba_cpu._compile import kernel
 from kvsketch.reference.qjl import largest_channels, round_norms, split_outliers
 
 
@@ -91,7 +91,7 @@ def _columns(matrix: Any) -> Any:
     return np.array(matrix.T, order="C")
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _sketch_rows(x: np.ndarray, columns: np.ndarray, signs: np.ndarray, squares: np.ndarray) -> None:
     """Bits into `signs` (rows, ceil(m/8)), zeros before, and sums of squares of `x` (rows, d); S is `columns` (d, m).
 
@@ -114,7 +114,7 @@ def _sketch_rows(x: np.ndarray, columns: np.ndarray, signs: np.ndarray, squares:
                 signs[row, i >> 3] |= np.uint8(1 << (i & 7))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _sum_page_squares(k: np.ndarray, page: int, squares: np.ndarray) -> None:
     """Add the squares of `k` (rows, n, d) over the tokens of each page to `squares` (rows, ceil(n/page), d)."""
     for row in range(k.shape[0]):
@@ -123,7 +123,7 @@ def _sum_page_squares(k: np.ndarray, page: int, squares: np.ndarray) -> None:
                 squares[row, token // page, c] += k[row, token, c] * k[row, token, c]
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@kernel(fastmath={"reassoc", "contract"})
 def _add_estimates(
     scores: np.ndarray,
     base: np.ndarray,

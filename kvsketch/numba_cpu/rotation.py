@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from kvsketch.numba_cpu._compile import kernel
 from kvsketch.rotation import hadamard_block
 
 
@@ -18,7 +18,7 @@ def hadamard_transform(x: Any) -> Any:
     return y.astype(x.dtype, copy=False)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _transform_blocks(y: np.ndarray, scale: np.float32) -> None:
     """Transform each row of `y` (rows, power of two) in place: butterflies in the order of the reference."""
     block = y.shape[1]

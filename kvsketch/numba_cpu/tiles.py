@@ -15,14 +15,24 @@ coefficients or weights times the scales; constants (Q,), what the zeros add; su
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from kvsketch.numba_cpu._compile import kernel_part
 from kvsketch.numba_cpu.float16 import half_to_float
-from kvsketch.numba_cpu.lanes import load, load_rows, load_word, multiply_add, splat, store, store_lane_sums
+from kvsketch.numba_cpu.lanes import (
+    load,
+    load_float,
+    load_rows,
+    load_word,
+    multiply_add,
+    splat,
+    stay_apart,
+    store,
+    store_lane_sums,
+)
 from kvsketch.numba_cpu.pages import FLOAT16, FLOAT32, UNIT, read_halves, unpack_codes
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _multiply_tile(tile, units, coefficients, constants, scores, target):  # type: ignore[no-untyped-def]
     """scores[i, target + lane] = constants[i] + sum over rows of tile[lane, row] * coefficients[i, row], 32 lanes.
 
@@ -42,7 +52,7 @@ def _multiply_tile(tile, units, coefficients, constants, scores, target):  # typ
             store_lane_sums(scores, j * width + target + 8 * plane, other, constants[j])
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _add_tile(tile, units, weights, first, lane, end, mix):  # type: ignore[no-untyped-def]
     """mix[i] += tile * weights[i, first:] for the lanes from `lane` to `end`, eight at a time.
 
@@ -63,22 +73,23 @@ def _add_tile(tile, units, weights, first, lane, end, mix):  # type: ignore[no-u
             store(mix, j * width + 8 * channel, other)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _as_floats(numbers, dtype):  # type: ignore[no-untyped-def]
     """The bytes of float32, float16 or bfloat16 numbers as float32."""
+    floats = np.empty(numbers.size // (4 if dtype == FLOAT32 else 2), np.float32)
     if dtype == FLOAT32:
-        return numbers.view(np.float32)
-    words = numbers.view(np.uint16)
-    floats = np.empty(words.size, np.float32)
-    for i in range(words.size):
-        if dtype == FLOAT16:
-            floats[i] = half_to_float(words[i])
-        else:
-            floats[i] = np.uint32(np.uint32(words[i]) << np.uint32(16)).view(np.float32)
+        for i in range(floats.size):
+            floats[i] = load_float(numbers, 4 * i)
+    elif dtype == FLOAT16:
+        for i in range(floats.size):
+            floats[i] = half_to_float(load_word(numbers, 2 * i))
+    else:
+        for i in range(floats.size):
+            floats[i] = np.uint32(np.uint32(load_word(numbers, 2 * i)) << np.uint32(16)).view(np.float32)
     return floats
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _fill_keys(numbers, width, tile):  # type: ignore[no-untyped-def]
     """A tile of up to 32 exact keys: lanes are tokens, rows channels; what is missing is 0."""
     tile[: (width + 7) // 8 * UNIT] = 0
@@ -87,7 +98,7 @@ def _fill_keys(numbers, width, tile):  # type: ignore[no-untyped-def]
             tile[c // 8 * UNIT + 8 * t + c % 8] = numbers[t * width + c]
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _fill_values(numbers, width, tile):  # type: ignore[no-untyped-def]
     """A tile of up to 32 exact values: lanes are channels (blocks of 32), rows tokens; what is missing is 0."""
     tile[: (width + 31) // 32 * 4 * UNIT] = 0
@@ -96,15 +107,16 @@ def _fill_values(numbers, width, tile):  # type: ignore[no-untyped-def]
             tile[(c // 32 * 4 + t // 8) * UNIT + 8 * (c % 32) + t % 8] = numbers[t * width + c]
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def number_bytes(spec):  # type: ignore[no-untyped-def]
     """Bytes of one exact token of a side."""
     return spec.width * (4 if spec.dtype == FLOAT32 else 2)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def score_exact(numbers, spec, q, tile, constants, scores, target):  # type: ignore[no-untyped-def]
     """Scores of exact keys, given as bytes."""
+    stay_apart()
     chunk = 32 * number_bytes(spec)
     constants[:] = 0
     for first in range(0, numbers.size, chunk):
@@ -113,9 +125,10 @@ def score_exact(numbers, spec, q, tile, constants, scores, target):  # type: ign
         _multiply_tile(tile, (spec.width + 7) // 8, q, constants, scores, here)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def score_ints(records, start, spec, q, tile, scale, zero, folded, constants, scores, target):  # type: ignore[no-untyped-def]
     """Scores of the page whose key side is at byte `start`: sum_c (q_c s_c) code_c + sum_c q_c z_c."""
+    stay_apart()
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
     units, size = spec.rows // depth, spec.rows * 4 * spec.bits
     for part in range(spec.groups):
@@ -127,7 +140,7 @@ def score_ints(records, start, spec, q, tile, scale, zero, folded, constants, sc
             _multiply_tile(tile, spec.rows // 8, folded, constants, scores, target + 32 * block)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+@kernel_part(fastmath={"reassoc", "contract", "nsz"})
 def _fold(numbers, first, count, scale, zero, folded, constants):  # type: ignore[no-untyped-def]
     """folded[i] = numbers[i, first:] * scale and constants[i] = <numbers[i, first:], zero>."""
     for i in range(numbers.shape[0]):
@@ -139,7 +152,7 @@ def _fold(numbers, first, count, scale, zero, folded, constants):  # type: ignor
         constants[i] = constant
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def score_sketch(
     records,
     start,
@@ -159,9 +172,12 @@ def score_sketch(
     target,
 ):  # type: ignore[no-untyped-def]
     """Scores of the page of sketched keys at byte `start`: estimates of <q, k>, summed over both parts of a split."""
+    stay_apart()
     scores[:, target : target + 32] = 0
     m = table.shape[1]
-    folded[:, :m] = sketch
+    for i in range(q.shape[0]):
+        for r in range(m):
+            folded[i, r] = sketch[i, r]
     for j in range(spec.outliers):
         c = _channel(records, start, spec, j)
         for i in range(q.shape[0]):
@@ -194,25 +210,29 @@ def score_sketch(
         )
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _add_sign_scores(records, codes, at, m, factor, tile, norms, folded, constants, sums, scores, target):  # type: ignore[no-untyped-def]
     """Add factor * |k| * sum_r S q_r * sign_r to the scores of 32 tokens; `folded` holds S q.
 
     The signs are at byte `codes`, the norms at byte `at`.
     The tile holds the signs as 0 and 1.
     """
+    stay_apart()
     read_halves(records, at, 32, norms)
     unpack_codes(records, codes, m // 16, 1, tile, 0)
     for i in range(constants.size):
         # 2*bit - 1 is the sign, so half the sum of S q is taken off the sum over bits.
-        constants[i] = np.float32(-0.5) * folded[i, :m].sum()
+        total = np.float32(0)
+        for r in range(m):
+            total += folded[i, r]
+        constants[i] = np.float32(-0.5) * total
     _multiply_tile(tile, m // 8, folded, constants, sums, 0)
     for i in range(constants.size):
         for lane in range(32):
             scores[i, target + lane] += np.float32(2) * factor * norms[lane] * sums[i, lane]
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def _channel(records, start, spec, j):  # type: ignore[no-untyped-def]
     """Outlier channel j of the page at byte `start`."""
     if spec.channel_bytes == 1:
@@ -220,18 +240,20 @@ def _channel(records, start, spec, j):  # type: ignore[no-untyped-def]
     return np.intp(load_word(records, start + spec.channels + 2 * j))
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def mix_exact(numbers, spec, tile, weights, first, mix):  # type: ignore[no-untyped-def]
     """Add exact values, given as bytes, with the weights from `first` on."""
+    stay_apart()
     chunk = 32 * number_bytes(spec)
     for start in range(0, numbers.size, chunk):
         _fill_values(_as_floats(numbers[start : start + chunk], spec.dtype), spec.width, tile)
         _add_tile(tile, 4, weights, first + start // chunk * 32, 0, spec.width, mix)
 
 
-@njit(cache=True, nogil=True)
+@kernel_part()
 def mix_ints(records, start, spec, tile, scale, zero, folded, constants, weights, first, mix, base):  # type: ignore[no-untyped-def]
     """Add a page's values: sum_t (p_t s_t) code_t to `mix`, sum_t p_t z_t to `base`."""
+    stay_apart()
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
     units, size = spec.tokens // 8, spec.tokens * 4 * spec.bits
     for block in range((spec.width + 31) // 32):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvsketch._checks import FLOAT_DTYPES
@@ -99,7 +100,7 @@ def select(k: Any, side: SideLayout, choose: Any) -> Any:
     codec = side.codec
     assert isinstance(codec, SignSketch)
     *lead, n, d = k.shape
-    chosen = choose(k.reshape(1, -1, n, d), codec.outliers, max(n, 1))
+    chosen = choose(k.reshape(1, math.prod(lead), n, d), codec.outliers, max(n, 1))
     return chosen.reshape(*lead, codec.outliers)
 
 
@@ -115,8 +116,8 @@ def write_field(records: Any, side: SideLayout, name: str, data: Any) -> None:
     xp = namespace(records)
     f = side.field(name)
     lead = records.shape[:-1]
-    raw = xp.ascontiguousarray(data.astype(f.dtype, copy=False)).reshape(*lead, -1).view(xp.uint8)
-    records[..., f.offset : f.offset + f.nbytes] = raw
+    raw = xp.ascontiguousarray(data.astype(f.dtype, copy=False)).view(xp.uint8)
+    records[..., f.offset : f.offset + f.nbytes] = raw.reshape(*lead, f.nbytes)
 
 
 def _read(records: Any, side: SideLayout, name: str) -> Any:
@@ -138,7 +139,7 @@ def _pad_axis(x: Any, axis: int, size: int) -> Any:
 def _write_exact(x: Any, side: SideLayout, out: Any) -> None:
     xp = namespace(x)
     raw = xp.ascontiguousarray(x.astype(FLOAT_DTYPES[side.dtype], copy=False))
-    pages = raw.reshape(*x.shape[:-2], -1, side.tokens * side.width).view(xp.uint8)
+    pages = raw.reshape(*x.shape[:-2], x.shape[-2] // side.tokens, side.tokens * side.width).view(xp.uint8)
     out[..., : pages.shape[-1]] = pages
 
 
@@ -240,7 +241,7 @@ def decode_keys(records: Any, side: SideLayout) -> Any:
         k = codes * scale + zero
     else:
         k = _decode_sketch(records, side)
-    return k.reshape(*records.shape[:-2], -1, side.width)
+    return k.reshape(*records.shape[:-2], records.shape[-2] * side.tokens, side.width)
 
 
 def _decode_sketch(records: Any, side: SideLayout) -> Any:
@@ -274,4 +275,4 @@ def decode_values(records: Any, side: SideLayout) -> Any:
             for f in ("scale", "zero")
         )
         v = xp.swapaxes(codes.astype(xp.float32) * scale + zero, -1, -2)
-    return v.reshape(*records.shape[:-2], -1, side.width)
+    return v.reshape(*records.shape[:-2], records.shape[-2] * side.tokens, side.width)

@@ -102,6 +102,8 @@ class SimulatedLayer(DynamicLayer):
 
     def __init__(self, settings: Any, draw: Draw) -> None:
         super().__init__()
+        self.keys: Any
+        self.values: Any
         self.settings = settings
         self.draw = draw
         self.page = max(settings.keys.page_tokens("keys"), settings.values.page_tokens("values"))
@@ -114,9 +116,10 @@ class SimulatedLayer(DynamicLayer):
         due = max(0, (held - sinks - self.settings.residual_length) // self.page)
         if due > self.pages:
             span = slice(sinks + self.pages * self.page, sinks + due * self.page)
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-            self.keys[:, :, span] = self.decoded_keys(self.keys[:, :, span].float()).to(self.keys.dtype)
-            self.values[:, :, span] = self.decoded_values(self.values[:, :, span].float()).to(self.values.dtype)
+            keys, values = self.keys.clone(), self.values.clone()
+            keys[:, :, span] = self.decoded_keys(keys[:, :, span].float()).to(keys.dtype)
+            values[:, :, span] = self.decoded_values(values[:, :, span].float()).to(values.dtype)
+            self.keys, self.values = keys, values
             self.pages = due
         return super().update(key_states, value_states)
 

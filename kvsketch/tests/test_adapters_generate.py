@@ -77,7 +77,7 @@ def test_compression_changes_what_is_stored_not_how_long(model: Any) -> None:
 
 def test_sampling_with_one_seed_gives_the_tokens_of_transformers(model: Any) -> None:
     ids = random_prompt(2, 60)
-    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "new": 30}
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "new": 30}
     torch.manual_seed(5)
     expected = greedy(model, ids, **options)
     torch.manual_seed(5)

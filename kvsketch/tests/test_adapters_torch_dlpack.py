@@ -72,7 +72,7 @@ def test_round_trip_keeps_every_bit(name: str) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match="q must be a torch.Tensor, got ndarray"):
+    with pytest.raises(TypeError, match=r"q must be a torch\.Tensor, got ndarray"):
         array_from_tensor("q", np.zeros(3))
     with pytest.raises(ValueError, match="q lives on meta"):
         array_from_tensor("q", torch.zeros(3, device="meta"))
