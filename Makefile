@@ -33,13 +33,13 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "kvsketch needs Python 3.11 or newer, but PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1 | tail -n 1)." >&2; \
+	  echo "kvsketch needs Python 3.11 or newer, but PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
 	  echo 'Name a newer one, for instance: make setup PYTHON=python3.12' >&2; exit 1; }
 	@echo '== Creating .venv with $(PYTHON)'
 	@$(PYTHON) -m venv $(VENV)
 	@touch $(VENV)/started.stamp
 	@$(PIP) install -qq --constraint constraints.txt setuptools
-	@echo '== Installing torch (the largest download: 200 MB for the CPU build)'
+	@echo '== Installing torch (200 MB for the CPU build; TORCH_INDEX=URL names another index to look in)'
 	@version=$$(grep '^torch==' constraints.txt); \
 	  if test -n '$(TORCH_INDEX)' && $(PIP) install -qq --retries 1 --constraint constraints.txt \
 	      --extra-index-url '$(TORCH_INDEX)' "$$version"; then :; \

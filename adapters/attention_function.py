@@ -45,6 +45,9 @@ def compressed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` (b, hq, s, d) over the compressed cache; returns (b, s, hq, dv) and no weights."""
     layer = kwargs.pop(LAYER_KEYWORD, None)
+    sinks = kwargs.pop("sinks", None)
+    if sinks is not None:
+        kwargs["s_aux"] = sinks
     if layer is None:
         layer = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
@@ -106,6 +109,10 @@ def dense_attention(
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     b, hq, s, d = query.shape
+    if s_aux is not None and s_aux.shape != (hq,):
+        raise ValueError(
+            f"sinks must have shape (hq,) = ({hq},), got {tuple(s_aux.shape)}; use attn_implementation='eager'"
+        )
     h, n = key.shape[1:3]
     scaling = d**-0.5 if scaling is None else scaling
     # Query heads of one key/value head next to each other: a matrix product per kv head, nothing repeated.

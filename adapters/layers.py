@@ -122,12 +122,10 @@ class CompressedLayer(CacheLayerMixin):
         scaling: float | None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
         **ignored: Any,
     ) -> torch.Tensor:
         store, padding = self.store, self.owner.padding
         b, _, s, _ = query.shape
-        sinks = s_aux if sinks is None else sinks
         if past == padding.length:
             self.owner.begin_forward(module)
         step = padding.read(mask, batch=b, new=s, past=past)
@@ -140,13 +138,13 @@ class CompressedLayer(CacheLayerMixin):
                     mask=step.mask,
                     scale=scaling,
                     softcap=softcap,
-                    sink_logits=None if sinks is None else array_from_tensor("s_aux", sinks.float()),
+                    sink_logits=None if s_aux is None else array_from_tensor("s_aux", s_aux.float()),
                 )
             )
             out = out.transpose(1, 2).contiguous()
         else:
             # The first forward is exact: nothing is encoded yet, and torch attends over the tensors given.
-            options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
+            options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
             if step.valid is not None and step.mask is None:
                 valid = torch.from_numpy(step.valid)
                 out = attend_rows_alone(module, query, key, value, valid, **options)

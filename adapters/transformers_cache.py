@@ -260,7 +260,7 @@ class CompressedCache(transformers.Cache):
                         layer.crop(-excess)
                 elif getattr(layer, "is_initialized", False) and not layer.is_croppable:
                     raise RuntimeError(f"{layer!r} cannot be put back")
-            self.padding.crop(length)
+            self.padding.crop(min(length, self.padding.length))
         except (ValueError, RuntimeError) as reason:
             self.broken = f"a forward failed half-way and could not be undone ({reason}); call reset() on the cache"
             if error is not None:

@@ -20,12 +20,12 @@ from kvsketch.console import (
     load_language_model,
     note_length,
     parse_method,
+    preparing,
     print_results,
     progress_bar,
     read_text,
     split_methods,
     user_errors,
-    waiting,
     writable,
 )
 
@@ -76,7 +76,7 @@ def generate(
     from kvsketch.adapters.transformers_cache import CompressedCache
     from kvsketch.evaluation import cache_argument, warm_up
 
-    with waiting(f"Preparing {chosen.name} (the first time, its kernels are compiled)"), user_errors("--method"):
+    with preparing(chosen), user_errors("--method"):
         warm_up(language_model, chosen)
     cache = CompressedCache.for_model(language_model, chosen)
     if raw or tokenizer.chat_template is None:
@@ -196,7 +196,7 @@ def compare(
         ids = text_windows(tokenizer, content, prompt_tokens=prompt_tokens, score_tokens=score_tokens, windows=windows)
     for method in chosen:
         with (
-            waiting(f"Preparing {method.name} (the first time, its kernels are compiled)"),
+            preparing(method),
             user_errors(f"--methods {method.name}"),
         ):
             warm_up(language_model, method)

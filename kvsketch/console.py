@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -141,6 +141,11 @@ def waiting(what: str) -> Iterator[None]:
     """Show that `what` is going on; nothing where stderr is no terminal."""
     with PROGRESS_CONSOLE.status(what):
         yield
+
+
+def preparing(method: Method) -> AbstractContextManager[None]:
+    """Show that `method` is being warmed up."""
+    return waiting(f"Preparing {method.name} (the first time, its kernels are compiled)")
 
 
 @contextmanager

@@ -132,7 +132,8 @@ def make_view(
             kept.append(np.concatenate([part.astype(np.float64) for part in parts], axis=1))
         tokens.append((kept[0], kept[1]))
     counts = [np.array(sizes, np.int64) for sizes in zip(*rows, strict=True)]
-    view = CacheView(layout, records, counts[1], *exact[:2], counts[0], *exact[2:], starts, counts[2])
+    sink_k, sink_v, window_k, window_v = exact
+    view = CacheView(layout, records, counts[1], sink_k, sink_v, counts[0], window_k, window_v, starts, counts[2])
     return view, tokens
 
 

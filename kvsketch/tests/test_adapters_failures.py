@@ -62,8 +62,9 @@ def test_forward_that_stops_between_layers_is_undone_at_the_next(model: Any) -> 
         hook.remove()
         with pytest.raises(RuntimeError, match="stopped half-way; the cache is back at its 40 positions"):
             model(random_prompt(1, 3), cache=cache)
-        logits = model(random_prompt(1, 3), cache=cache).logits
-        assert torch.equal(logits, model(random_prompt(1, 3), cache=prefilled(model, 40)).logits)
+        assert cache.padding.length == 40
+        logits = model(random_prompt(1, 5), cache=cache).logits
+        assert torch.equal(logits, model(random_prompt(1, 5), cache=prefilled(model, 40)).logits)
 
 
 def test_what_cannot_be_undone_leaves_the_cache_broken_until_reset(model: Any) -> None:

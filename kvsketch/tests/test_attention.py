@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvsketch.attention import attend
-from kvsketch.codecs import Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch
 from kvsketch.numba_cpu.attention import FUSED_QUERIES, RUN_TOKENS
 from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same
 from kvsketch.tests.page_cases import DTYPES, Row, attend_exactly, make_view
 
-KEYS = {
+KEYS: dict[str, Codec] = {
     "ints1": GroupedInts(1, 32),
     "ints2": GroupedInts(2, 32),
     "ints3": GroupedInts(3, 64),
@@ -21,7 +23,7 @@ KEYS = {
     "sketch-outliers": SignSketch(m=48, kind="gaussian", outliers=3, outlier_m=20),
     "exact": Exact(),
 }
-VALUES = {
+VALUES: dict[str, Codec] = {
     "ints1": GroupedInts(1, 8),
     "ints2": GroupedInts(2, 32),
     "ints3": GroupedInts(3, 64),
@@ -67,9 +69,7 @@ def test_every_key_codec_with_every_value_codec(keys, values, engine):
 @pytest.mark.parametrize(
     ("keys", "values"), [("ints2", "ints2"), ("ints3", "ints3"), ("sketch-outliers", "ints1"), ("exact", "exact")]
 )
-@pytest.mark.parametrize(
-    ("d", "dv"), [(1, 1), (5, 37), (37, 5), (64, 80), (96, 64), (130, 257), (257, 96), (512, 512)]
-)
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (5, 37), (37, 5), (64, 80), (96, 64), (130, 257), (257, 96), (512, 512)])
 def test_head_sizes(d, dv, keys, values, engine):
     if KEYS[keys] == KEYS["sketch-outliers"] and d < 3:
         keys = "sketch"
@@ -133,10 +133,18 @@ def test_ragged_rows(s, engine):
 @pytest.mark.parametrize("keys", ["ints3", "ints4", "sketch-outliers", "exact"])
 def test_many_runs_of_pages(keys, engine):
     """Runs that end in the middle of a tile, of pages of 32, 64 and 128 tokens."""
-    p = 32 if keys in ("sketch-outliers", "exact") else KEYS[keys].group
+    p = KEYS[keys].page_tokens("keys")
     for count in (RUN_TOKENS // p, RUN_TOKENS // p + 1, 5 * RUN_TOKENS // p + 3):
         view, tokens = make_view(KEYS[keys], VALUES["ints2"], d=8, dv=9, h=1, rows=[Row(2, count, 3)])
         check(engine, queries(1, 1, 2, 8), view, tokens)
+
+
+@per_engine
+def test_a_window_longer_than_any_tile(engine):
+    """Cuts in a window of 1100 tokens, which the reference takes in two tiles."""
+    view, tokens = make_view(*INTS, d=8, dv=9, h=1, rows=[Row(4, 1, 1100)])
+    limits = np.array([[36, 37, 500, 1059, 1060, 1061, 1136]])
+    check(engine, queries(1, 1, 7, 8), view, tokens, limits=limits)
 
 
 @per_engine
@@ -162,8 +170,8 @@ def test_empty_batches_heads_and_queries(engine):
 @per_engine
 def test_exact_arrays_may_be_strided_and_without_room(engine):
     view, tokens = make_view(*INTS, d=16, dv=24, h=2, rows=[Row(0, 2, 7)])
-    none = {name: getattr(view, name)[:, :, :0] for name in ("sink_k", "sink_v")}
-    turned = {name: np.asfortranarray(getattr(view, name)) for name in ("window_k", "window_v")}
+    none: dict[str, Any] = {name: getattr(view, name)[:, :, :0] for name in ("sink_k", "sink_v")}
+    turned: dict[str, Any] = {name: np.asfortranarray(getattr(view, name)) for name in ("window_k", "window_v")}
     check(engine, queries(1, 2, 3, 16), view._replace(**none, **turned), tokens)
     bare, tokens = make_view(*INTS, d=16, dv=24, h=2, rows=[Row(4, 0, 7)])
     check(engine, queries(1, 2, 3, 16), bare._replace(pages=bare.pages[:, :, :0]), tokens)
@@ -225,7 +233,7 @@ def test_bias_of_any_memory_order_and_dtype(engine):
         assert_same(attend(q, view, bias=given, engine=engine), expected)
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.7},
     "no scale": {"scale": 0.0},
     "negative scale": {"scale": -0.2},

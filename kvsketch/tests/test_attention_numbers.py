@@ -36,11 +36,12 @@ def test_exact_pages_attend_as_torch_does(dtype, engine):
     q = queries(2, 6, 5, 64)
     bias = np.random.default_rng(1).standard_normal((2, 1, 5, k.shape[2])).astype(np.float32)
     causal = torch.ones(5, k.shape[2], dtype=torch.bool).tril(k.shape[2] - 5)
-    for options, mask in (({}, causal), ({"bias": bias}, torch.from_numpy(bias).double().masked_fill(~causal, -np.inf))):
+    added = torch.from_numpy(bias).double().masked_fill(~causal, -np.inf)
+    for given, mask in ((None, causal), (bias, added)):
         expected = torch.nn.functional.scaled_dot_product_attention(
             torch.from_numpy(q).double(), k, v, attn_mask=mask, enable_gqa=True
         ).numpy()
-        actual = attend(q, view, engine=engine, **options)
+        actual = attend(q, view, bias=given, engine=engine)
         assert_accurate(actual, expected, expected.astype(np.float32), size=30.0)
 
 
@@ -207,6 +208,7 @@ def test_arguments_that_do_not_fit_are_refused():
     for softcap in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="softcap must be positive, got"):
             attend(q, view, softcap=softcap)
+    shape: tuple[int, ...]
     for shape in ((2,), (4, 1), ()):
         with pytest.raises(ValueError, match=r"sink_logits must have shape \(4,\), got"):
             attend(q, view, sink_logits=np.zeros(shape, np.float32))

