@@ -60,3 +60,14 @@ def check_gqa(hq: int, h: int) -> int:
     if h == 0 or hq % h:
         raise ValueError(f"q has {hq} heads, which is not a multiple of the {h} key/value heads")
     return hq // h
+
+
+def check_channels(channels: Any, width: int) -> None:
+    """Raise unless `channels` (..., outliers) strictly increase on the last axis and lie in range(`width`)."""
+    if channels.dtype.kind not in "iu":
+        raise TypeError(f"channels has dtype {channels.dtype}; it must hold integers")
+    signed = channels.astype("int64")
+    if channels.size and (
+        int(signed.min()) < 0 or int(signed.max()) >= width or bool((signed[..., 1:] <= signed[..., :-1]).any())
+    ):
+        raise ValueError(f"channels must be strictly increasing numbers from 0 to {width - 1} on the last axis")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from kvsketch._checks import check_float, check_gqa, check_ndim
+from kvsketch._checks import FLOAT_DTYPES, check_float, check_gqa, check_ndim
 from kvsketch._dispatch import implementation, namespace
 from kvsketch.layout import PageLayout
 
@@ -77,6 +77,13 @@ def attend(
     if d != view.layout.keys.width or b != rows:
         raise ValueError(f"q must have shape ({rows}, hq, s, {view.layout.keys.width}), got {tuple(q.shape)}")
     check_gqa(hq, h)
+    for side, arrays in ((view.layout.keys, ("sink_k", "window_k")), (view.layout.values, ("sink_v", "window_v"))):
+        for name in arrays:
+            if getattr(view, name).dtype != FLOAT_DTYPES[side.dtype]:
+                raise TypeError(
+                    f"view.{name} has dtype {getattr(view, name).dtype}, but the layout is for {side.dtype}; make the "
+                    "layout with the dtype of the exact tokens"
+                )
     if scale is None:
         scale = 1 / math.sqrt(d)
     if softcap is not None and not softcap > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsketch._checks import check_float
+from kvsketch._checks import check_channels, check_float
 from kvsketch._dispatch import implementation, namespace
 from kvsketch.codecs import Side, SignSketch
 from kvsketch.layout import SideLayout
@@ -38,6 +38,7 @@ def encode_keys(
         outliers = side.codec.outliers if isinstance(side.codec, SignSketch) else 0
         if tuple(channels.shape) != (*k.shape[:-2], outliers):
             raise ValueError(f"channels must have shape {(*k.shape[:-2], outliers)}, got {tuple(channels.shape)}")
+        check_channels(channels, side.width)
     records = _records_for(k, side, out)
     run = implementation("pages.encode_keys", k, engine=engine)
     return records, run(k, side, channels=channels, out=records)
@@ -75,6 +76,8 @@ def select_channels(k: Any, side: SideLayout, *, engine: str | None = None) -> A
         raise ValueError(f"{side.codec} splits off no outlier channels; give a SignSketch with outliers > 0")
     if k.ndim < 2 or k.shape[-1] != side.width:
         raise ValueError(f"k must have shape (..., n, {side.width}), got {tuple(k.shape)}")
+    if not k.shape[-2]:
+        raise ValueError(f"k has no tokens to choose outlier channels from, its shape is {tuple(k.shape)}")
     return implementation("pages.select_channels", k, engine=engine)(k, side)
 
 

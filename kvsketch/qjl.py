@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvsketch._checks import check_float, check_gqa, check_integer, check_ndim
+from kvsketch._checks import check_channels, check_float, check_gqa, check_integer, check_ndim
 from kvsketch._dispatch import implementation, namespace
 from kvsketch.bitpack import packed_bytes
 from kvsketch.rotation import Projection
@@ -223,17 +223,10 @@ def _check_rows(name: str, projection: Projection, m: int, signs: Any) -> None:
 def _check_channels(channels: Any, k: Any, outliers: int) -> int:
     """Number of outlier channels in `channels` (b, h, outliers), which fit `k` (b, h, n, d)."""
     check_ndim("channels", channels, "(b, h, outliers)")
-    if channels.dtype.kind not in "iu":
-        raise TypeError(f"channels has dtype {channels.dtype}; it must hold integers")
     if channels.shape[:2] != k.shape[:2]:
         raise ValueError(f"channels has shape {channels.shape}, but k has shape {k.shape}; b and h must agree")
     count = channels.shape[2]
     if outliers not in (0, count):
         raise ValueError(f"outliers={outliers}, but channels holds {count} a head; leave outliers out")
-    d = k.shape[-1]
-    signed = channels.astype("int64")
-    if channels.size and (
-        int(signed.min()) < 0 or int(signed.max()) >= d or bool((signed[..., 1:] <= signed[..., :-1]).any())
-    ):
-        raise ValueError(f"channels must be strictly increasing numbers from 0 to {d - 1} on the last axis")
+    check_channels(channels, k.shape[-1])
     return int(count)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
@@ -55,3 +56,20 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """A :func:`kernel` that only other kernels call: what would make it callable from Python is not compiled."""
     return kernel(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
+
+
+class _Alias:
+    """Another array over the memory of `x`, which it keeps alive."""
+
+    def __init__(self, x: np.ndarray[Any, Any]) -> None:
+        self._x = x
+        interface = x.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def writable(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`x`, or when it is read-only an alias that is not: Numba would compile a kernel once more for read-only inputs.
+
+    Kernels write to nothing but their outputs.
+    """
+    return x if x.flags.writeable else np.asarray(_Alias(x))

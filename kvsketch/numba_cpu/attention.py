@@ -16,7 +16,7 @@ from numba import prange
 
 from kvsketch.attention import CacheView
 from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideLayout
-from kvsketch.numba_cpu._compile import kernel, kernel_part
+from kvsketch.numba_cpu._compile import kernel, kernel_part, writable
 from kvsketch.numba_cpu.lanes import (
     exp2,
     load,
@@ -38,6 +38,8 @@ LOG2E = math.log2(math.e)
 TILE = 128
 #: A run of tokens is at least this long, and rows, heads and runs together make about this many parts.
 RUN_TOKENS, PARTS = 512, 32
+#: The lowest bias that stays finite in units of log2.
+LOWEST_BIAS = np.float32(np.finfo(np.float32).min / 2)
 #: With more query rows than this on a key/value head, tiles are decoded once and multiplied by a matrix product.
 FUSED_QUERIES = 128
 
@@ -75,15 +77,23 @@ def _update_softmax(scores, state, mix, base, count, position, row, head, limits
         if bias.shape[0] > 0:
             query_head = 0 if bias.shape[1] == 1 else (head * queries + i) // s
             for t in range(seen):
-                scores[i, t] += bias[row, query_head, i % s, position + t] * np.float32(LOG2E)
+                # Only -inf hides: the lowest float32 must not become -inf on its way to log2.
+                added = bias[row, query_head, i % s, position + t]
+                scores[i, t] += max(added, LOWEST_BIAS) * np.float32(LOG2E) if added > -np.inf else added
         for t in range(seen, TILE):
             scores[i, t] = -np.inf
         highest = state[i, 0]
         for t in range(0, TILE, 64):
             highest = max(highest, max_all(load(scores, i * TILE + t)))
         if highest == -np.inf:
-            scores[i] = 0
-            continue
+            total = np.float32(0)
+            for t in range(0, TILE, 64):
+                total += sum_all(load(scores, i * TILE + t))
+            if total == -np.inf:
+                scores[i] = 0
+                continue
+            # A query or key that is not a number: let it show.
+            highest = np.float32(0)
         any_seen = True
         if highest > state[i, 0]:
             decay = np.float32(2.0 ** (state[i, 0] - highest))
@@ -287,15 +297,14 @@ def attend(
     runs = _run_count(view, b * h)
     states = np.empty((b, h, runs, count, 2), np.float32)
     mixes = np.empty((b, h, runs, count, dv), np.float32)
-    exact = {name: _as_bytes(getattr(view, name)) for name in ("sink_k", "sink_v", "window_k", "window_v")}
     _attend_parts(
         Queries(scaled, np.ascontiguousarray(sketch), *tables),
-        CacheArrays(*view._replace(**exact)[1:]),
+        CacheArrays(*(writable(_as_bytes(x) if x.ndim == 4 and x.dtype != np.uint8 else x) for x in view[1:])),
         view.layout.keys.spec,
         view.layout.values.spec,
         Mask(
-            np.ascontiguousarray(limits, dtype=np.int64),
-            _NO_BIAS if bias is None else np.ascontiguousarray(bias, dtype=np.float32),
+            writable(np.ascontiguousarray(limits, dtype=np.int64)),
+            _NO_BIAS if bias is None else writable(np.ascontiguousarray(bias, dtype=np.float32)),
             float(softcap or 0),
         ),
         states,

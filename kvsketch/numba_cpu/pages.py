@@ -16,7 +16,7 @@ from numba import prange
 from kvsketch.codecs import Exact, SignSketch
 from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu import qjl
-from kvsketch.numba_cpu._compile import kernel, kernel_part
+from kvsketch.numba_cpu._compile import kernel, kernel_part, writable
 from kvsketch.numba_cpu.float16 import float_to_half, half_to_float
 from kvsketch.numba_cpu.kivi import quantize_columns, quantize_rows
 from kvsketch.numba_cpu.lanes import (
@@ -188,11 +188,11 @@ def _pack_sign_units(signs: Any, m: int, rows: int) -> Any:
     *lead, tokens, count = signs.shape
     units = np.empty((math.prod(lead), tokens * rows // 8), np.uint8)
     _pack_sign_pages(np.ascontiguousarray(signs).reshape(-1, tokens, count), rows, units)
-    return units.reshape(*lead, -1)
+    return units.reshape(*lead, tokens * rows // 8)
 
 
 def _encode_ints_into(x: Any, side: SideLayout, out: Any) -> int:
-    pages = np.ascontiguousarray(x, dtype=np.float32).reshape(-1, side.tokens, side.width)
+    pages = writable(np.ascontiguousarray(x, dtype=np.float32)).reshape(-1, side.tokens, side.width)
     records = np.zeros((len(pages), side.nbytes), np.uint8)
     encode = _encode_many if len(pages) > FEW_PAGES else _encode_few
     saturated = encode(pages, records, side.spec, side.side == "keys")
@@ -263,7 +263,7 @@ def _decode_ints(records, spec, is_keys):  # type: ignore[no-untyped-def]
 
 def _decode_ints_of(records: Any, side: SideLayout) -> Any:
     lead = records.shape[:-2]
-    flat = np.ascontiguousarray(records).reshape(-1, side.nbytes)
+    flat = writable(np.ascontiguousarray(records)).reshape(-1, side.nbytes)
     pages = _decode_ints(flat, side.spec, side.side == "keys")
     return pages.reshape(*lead, records.shape[-2] * side.tokens, side.width)
 

@@ -31,12 +31,16 @@ from kvsketch.numba_cpu.lanes import (
 )
 from kvsketch.numba_cpu.pages import FLOAT16, FLOAT32, UNIT, read_halves, unpack_codes
 
+#: Rows of a sketch that are unpacked at a time, a whole number of units: the tile stays in the nearest cache.
+SIGN_ROWS = 128
+
 
 @kernel_part()
-def _multiply_tile(tile, units, coefficients, constants, scores, target):  # type: ignore[no-untyped-def]
-    """scores[i, target + lane] = constants[i] + sum over rows of tile[lane, row] * coefficients[i, row], 32 lanes.
+def _multiply_tile(tile, units, coefficients, first, constants, scores, target):  # type: ignore[no-untyped-def]
+    """scores[i, target + lane] = constants[i] + sum over rows of tile[lane, row] * coefficients[i, first + row].
 
-    Queries go two at a time, so that a number is loaded once for both; a last odd one goes with itself.
+    For one block of 32 lanes. Queries go two at a time, so that a number is loaded once for both; a last odd one goes
+    with itself.
     """
     queries, pitch = coefficients.shape
     width = scores.shape[1]
@@ -46,8 +50,8 @@ def _multiply_tile(tile, units, coefficients, constants, scores, target):  # typ
             total, other = splat(np.float32(0)), splat(np.float32(0))
             for unit in range(units):
                 numbers = load(tile, unit * UNIT + 64 * plane)
-                total = multiply_add(numbers, load_rows(coefficients, i * pitch + 8 * unit), total)
-                other = multiply_add(numbers, load_rows(coefficients, j * pitch + 8 * unit), other)
+                total = multiply_add(numbers, load_rows(coefficients, i * pitch + first + 8 * unit), total)
+                other = multiply_add(numbers, load_rows(coefficients, j * pitch + first + 8 * unit), other)
             store_lane_sums(scores, i * width + target + 8 * plane, total, constants[i])
             store_lane_sums(scores, j * width + target + 8 * plane, other, constants[j])
 
@@ -122,7 +126,7 @@ def score_exact(numbers, spec, q, tile, constants, scores, target):  # type: ign
     for first in range(0, numbers.size, chunk):
         _fill_keys(_as_floats(numbers[first : first + chunk], spec.dtype), spec.width, tile)
         here = target + first // chunk * 32
-        _multiply_tile(tile, (spec.width + 7) // 8, q, constants, scores, here)
+        _multiply_tile(tile, (spec.width + 7) // 8, q, 0, constants, scores, here)
 
 
 @kernel_part()
@@ -137,7 +141,7 @@ def score_ints(records, start, spec, q, tile, scale, zero, folded, constants, sc
         _fold(q, 0, spec.rows, scale, zero, folded, constants)
         for block in range(part * spec.group // 32, (part + 1) * spec.group // 32):
             unpack_codes(records, start + spec.codes + block * size, units, spec.bits, tile, 0)
-            _multiply_tile(tile, spec.rows // 8, folded, constants, scores, target + 32 * block)
+            _multiply_tile(tile, spec.rows // 8, folded, 0, constants, scores, target + 32 * block)
 
 
 @kernel_part(fastmath={"reassoc", "contract", "nsz"})
@@ -219,17 +223,24 @@ def _add_sign_scores(records, codes, at, m, factor, tile, norms, folded, constan
     """
     stay_apart()
     read_halves(records, at, 32, norms)
-    unpack_codes(records, codes, m // 16, 1, tile, 0)
+    for first in range(0, m, SIGN_ROWS):
+        rows = min(SIGN_ROWS, m - first)
+        unpack_codes(records, codes + 4 * first, rows // 16, 1, tile, 0)
+        _half_sums(folded, first, rows, constants)
+        _multiply_tile(tile, rows // 8, folded, first, constants, sums, 0)
+        for i in range(constants.size):
+            for lane in range(32):
+                scores[i, target + lane] += np.float32(2) * factor * norms[lane] * sums[i, lane]
+
+
+@kernel_part(fastmath={"reassoc", "nsz"})
+def _half_sums(folded, first, count, constants):  # type: ignore[no-untyped-def]
+    """constants[i] = -1/2 the sum of folded[i, first:]: 2*bit - 1 is the sign of a bit."""
     for i in range(constants.size):
-        # 2*bit - 1 is the sign, so half the sum of S q is taken off the sum over bits.
         total = np.float32(0)
-        for r in range(m):
+        for r in range(first, first + count):
             total += folded[i, r]
         constants[i] = np.float32(-0.5) * total
-    _multiply_tile(tile, m // 8, folded, constants, sums, 0)
-    for i in range(constants.size):
-        for lane in range(32):
-            scores[i, target + lane] += np.float32(2) * factor * norms[lane] * sums[i, lane]
 
 
 @kernel_part()

@@ -224,6 +224,19 @@ def test_bias_is_added_at_a_row_s_own_positions(heads, engine):
 
 
 @per_engine
+def test_the_lowest_float32_hides_as_well_as_infinity(engine):
+    """T20: masks made of a dtype's lowest number, and a query that has nothing else."""
+    view, tokens = make_view(*INTS, d=16, dv=24, h=2, rows=[Row(4, 2, 9)])
+    hidden = np.random.default_rng(5).random((1, 1, 3, 77)) < 0.5
+    bias = np.where(hidden, -np.inf, 0).astype(np.float32)
+    lowest = np.where(hidden, np.finfo(np.float32).min, 0).astype(np.float32)
+    q = queries(1, 4, 3, 16)
+    assert_same(attend(q, view, bias=lowest, engine=engine), check(engine, q, view, tokens, bias=bias))
+    lowest[...] = np.finfo(np.float32).min
+    assert np.isfinite(attend(q, view, bias=lowest, engine=engine)).all()
+
+
+@per_engine
 def test_bias_of_any_memory_order_and_dtype(engine):
     view, tokens = make_view(*INTS, d=16, dv=24, h=2, rows=[Row(4, 2, 9)])
     q = queries(1, 4, 3, 16)

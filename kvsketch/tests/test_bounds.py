@@ -308,7 +308,7 @@ def test_bits_equal_the_bytes_of_pages_without_padding():
     ("call", "error", "message"),
     [
         (lambda: bounds.sketch_constant(0), ValueError, "d must be >= 1, got 0"),
-        (lambda: bounds.sketch_constant(8.0), TypeError, "d must be an integer, got 8.0"),
+        (lambda: bounds.sketch_constant(8.0), TypeError, "d must be an integer, got 8.0"),  # type: ignore[arg-type]
         (lambda: bounds.sketch_constant(8, "haar"), ValueError, "kind must be one of .* got 'haar'"),
         (lambda: bounds.sketch_variance(0, 8, 0.5), ValueError, "m must be >= 1, got 0"),
         (lambda: bounds.sketch_variance(8, 8, 1.5), ValueError, r"cosine must lie in \[-1, 1\], got 1.5"),

@@ -90,9 +90,9 @@ def test_rule_number_by_number(engine, bits, dtype):
         for part, group_rows in enumerate(groups):
             for row, group in enumerate(group_rows):
                 expected, scale, zero = quantize_by_hand(group, bits)
-                place = (slice(8 * part, 8 * part + len(group)), row)
+                members = slice(8 * part, 8 * part + len(group))
                 at = (part, row) if axis == "tokens" else (row, part)
-                place = place if axis == "tokens" else place[::-1]
+                place: Any = (members, row) if axis == "tokens" else (row, members)
                 assert unpacked_codes(codes)[place].tolist() == expected
                 assert (codes.scale[at], codes.zero[at]) == (scale, zero)
 
@@ -308,7 +308,7 @@ def test_unsupported_bits_are_refused(bits):
         (lambda: quantize(X, group=4.0), TypeError, "group must be an integer"),
         (lambda: quantize(X, axis="heads"), ValueError, "axis must be one of"),
         (lambda: quantize(X, engine="cuda"), ValueError, "engine='cuda'"),
-        (lambda: kivi.dequantize_groups(X), TypeError, "codes must be a GroupedCodes, got ndarray"),
+        (lambda: kivi.dequantize_groups(X), TypeError, "codes must be a GroupedCodes, got ndarray"),  # type: ignore[arg-type]
         (lambda: kivi.dequantize_groups(KEYS, dtype="float64"), ValueError, "dtype must be one of"),
         (lambda: kivi.key_scores(X, VALUES), ValueError, "grouped along channels; .*axis='tokens'"),
         (lambda: kivi.weighted_values(X, KEYS), ValueError, "grouped along tokens; .*axis='channels'"),

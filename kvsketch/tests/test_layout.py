@@ -181,7 +181,7 @@ def pack_bit_by_bit(codes, bits):
 def test_every_bit_of_a_unit_is_used_once_and_where_documented(bits):
     places = locate_codes(bits)
     assert places.shape[:2] == (32, unit_rows(bits))
-    seen = set()
+    seen: set[tuple[int, int]] = set()
     for lane in range(32):
         for row in range(unit_rows(bits)):
             located = {
@@ -355,7 +355,7 @@ def test_an_unknown_field_lists_the_known_ones():
         (lambda: GroupedInts(bits=True), ValueError, "bits must be one of"),
         (lambda: GroupedInts(group=0), ValueError, "group must be >= 8, got 0"),
         (lambda: GroupedInts(group=36), ValueError, "group must be a multiple of 8, got 36"),
-        (lambda: GroupedInts(group=32.0), TypeError, "group must be an integer, got 32.0"),
+        (lambda: GroupedInts(group=32.0), TypeError, "group must be an integer, got 32.0"),  # type: ignore[arg-type]
         (lambda: SignSketch(m=0), ValueError, "m must be >= 1, got 0"),
         (lambda: SignSketch(kind="haar"), ValueError, "kind must be one of"),
         (lambda: SignSketch(outliers=4), ValueError, "outliers=4 and outlier_m=0 go together"),
