@@ -58,12 +58,10 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def match_thread_counts() -> None:
-    """Let Numba's kernels use as many threads as torch does, as far as Numba launched that many.
+    """Let the CPU engine's kernels use as many threads as torch does.
 
-    Imports Numba: call it only where a Numba kernel is about to run.
+    Imports Numba: call it only where one of its kernels is about to run.
     """
-    import numba
+    from kvsketch.numba_cpu import _threads
 
-    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if numba.get_num_threads() != wanted:
-        numba.set_num_threads(wanted)
+    _threads.set_num_threads(torch.get_num_threads())

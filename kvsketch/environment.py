@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 from importlib import metadata
 
@@ -78,9 +77,9 @@ def _gpus() -> str:
 
 
 def _threads() -> dict[str, str]:
-    import numba
+    from kvsketch.numba_cpu._threads import core_count, get_num_threads
 
-    threads = {"cores": str(core_count()), "numba": str(numba.get_num_threads())}
+    threads = {"cores": str(core_count()), "numba_cpu": str(get_num_threads())}
     if _exists("torch"):
         import torch
 
@@ -88,18 +87,13 @@ def _threads() -> dict[str, str]:
     return threads
 
 
-def core_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def set_threads(threads: int) -> None:
-    """Let torch and Numba use `threads` threads, Numba at most as many as it was started with."""
-    import numba
+    """Let torch and the CPU engine use `threads` threads."""
     import torch
 
-    # Numba first: where both use OpenMP, the start of Numba's threads sets torch's number back.
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    from kvsketch.numba_cpu._threads import set_num_threads
+
+    set_num_threads(threads)
     torch.set_num_threads(threads)
 
 

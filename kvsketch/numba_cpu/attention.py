@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
 
 from kvsketch.attention import CacheView
 from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu._compile import kernel, kernel_part, writable
+from kvsketch.numba_cpu._threads import run_ranges
 from kvsketch.numba_cpu.lanes import (
     exp2,
     load,
@@ -38,6 +38,8 @@ LOG2E = math.log2(math.e)
 TILE = 128
 #: A run of tokens is at least this long, and rows, heads and runs together make about this many parts.
 RUN_TOKENS, PARTS = 512, 32
+#: Products (queries by tokens by channels) below which other threads are not woken.
+THREADED_WORK = 1 << 21
 #: The lowest bias that stays finite in units of log2.
 LOWEST_BIAS = np.float32(np.finfo(np.float32).min / 2)
 #: With more query rows than this on a key/value head, tiles are decoded once and multiplied by a matrix product.
@@ -229,14 +231,14 @@ def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs
     _finish(mix, base, value_spec, out)
 
 
-@kernel(parallel=True)
-def _attend_parts(queries, view, key_spec, value_spec, mask, states, mixes):  # type: ignore[no-untyped-def]
-    """Every (row, head, run) on its own.
+@kernel()
+def _attend_parts(first, last, queries, view, key_spec, value_spec, mask, states, mixes):  # type: ignore[no-untyped-def]
+    """The parts (row, head, run), counted in that order, from `first` to `last`.
 
     The view's exact arrays are bytes (b, h, bytes); states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv).
     """
-    b, h, runs = states.shape[:3]
-    for part in prange(b * h * runs):
+    h, runs = states.shape[1:3]
+    for part in range(first, last):
         row, head, run = part // (h * runs), part // runs % h, part % runs
         _attend_part(
             queries, view, key_spec, value_spec, mask, row, head, run, runs,
@@ -297,7 +299,10 @@ def attend(
     runs = _run_count(view, b * h)
     states = np.empty((b, h, runs, count, 2), np.float32)
     mixes = np.empty((b, h, runs, count, dv), np.float32)
-    _attend_parts(
+    longest = int(view.lengths.max())
+    run_ranges(
+        _attend_parts,
+        b * h * runs,
         Queries(scaled, np.ascontiguousarray(sketch), *tables),
         CacheArrays(*(writable(_as_bytes(x) if x.ndim == 4 and x.dtype != np.uint8 else x) for x in view[1:])),
         view.layout.keys.spec,
@@ -309,6 +314,7 @@ def attend(
         ),
         states,
         mixes,
+        threads=1 if b * hq * s * longest * (d + dv) < THREADED_WORK else None,
     )
     logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
     out = np.empty((b, h, count, dv), np.float32)

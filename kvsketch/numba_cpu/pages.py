@@ -11,12 +11,12 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from kvsketch.codecs import Exact, SignSketch
 from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu import qjl
 from kvsketch.numba_cpu._compile import kernel, kernel_part, writable
+from kvsketch.numba_cpu._threads import run_ranges
 from kvsketch.numba_cpu.float16 import float_to_half, half_to_float
 from kvsketch.numba_cpu.kivi import quantize_columns, quantize_rows
 from kvsketch.numba_cpu.lanes import (
@@ -155,20 +155,11 @@ def _encode_page(x, record, spec, is_keys):  # type: ignore[no-untyped-def]
     return _encode_int_values(x, record, spec)
 
 
-@kernel(parallel=True)
-def _encode_many(x, records, spec, is_keys):  # type: ignore[no-untyped-def]
-    """x float32 (N, p, width) into records uint8 (N, side bytes)."""
-    saturated = 0
-    for page in prange(x.shape[0]):
-        saturated += _encode_page(x[page], records[page], spec, is_keys)
-    return saturated
-
-
 @kernel()
-def _encode_few(x, records, spec, is_keys):  # type: ignore[no-untyped-def]
-    """What :func:`_encode_many` does, in this thread."""
+def _encode_ints(first, last, x, records, spec, is_keys):  # type: ignore[no-untyped-def]
+    """Pages from `first` to `last` of x float32 (N, p, width) into records uint8 (N, side bytes)."""
     saturated = 0
-    for page in range(x.shape[0]):
+    for page in range(first, last):
         saturated += _encode_page(x[page], records[page], spec, is_keys)
     return saturated
 
@@ -194,10 +185,10 @@ def _pack_sign_units(signs: Any, m: int, rows: int) -> Any:
 def _encode_ints_into(x: Any, side: SideLayout, out: Any) -> int:
     pages = writable(np.ascontiguousarray(x, dtype=np.float32)).reshape(-1, side.tokens, side.width)
     records = np.zeros((len(pages), side.nbytes), np.uint8)
-    encode = _encode_many if len(pages) > FEW_PAGES else _encode_few
-    saturated = encode(pages, records, side.spec, side.side == "keys")
+    threads = 1 if len(pages) <= FEW_PAGES else None
+    saturated = run_ranges(_encode_ints, len(pages), pages, records, side.spec, side.side == "keys", threads=threads)
     out[...] = records.reshape(out.shape)
-    return int(saturated)
+    return int(sum(saturated))
 
 
 def encode_keys(k: Any, side: SideLayout, *, channels: Any, out: Any) -> int:

@@ -14,6 +14,7 @@ from kvsketch.adapters.torch_dlpack import (  # noqa: E402
     match_thread_counts,
     tensor_from_array,
 )
+from kvsketch.numba_cpu import _threads  # noqa: E402
 
 DTYPES = ["float32", "float16", "bfloat16"]
 
@@ -85,17 +86,13 @@ def test_dtype_names() -> None:
     assert dtype_name("float16") == "float16"
 
 
-def test_numba_takes_torch_thread_count() -> None:
-    import numba
-
+def test_the_engine_takes_torch_thread_count() -> None:
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        match_thread_counts()
-        assert numba.get_num_threads() == 1
-        torch.set_num_threads(4096)
-        match_thread_counts()
-        assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            match_thread_counts()
+            assert _threads.get_num_threads() == count
     finally:
         torch.set_num_threads(before)
         match_thread_counts()

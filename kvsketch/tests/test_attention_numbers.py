@@ -12,6 +12,7 @@ import pytest
 from kvsketch.attention import attend
 from kvsketch.codecs import Exact, GroupedInts, SignSketch
 from kvsketch.layout import page_layout
+from kvsketch.numba_cpu import _threads
 from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same
 from kvsketch.tests.page_cases import Row, attend_exactly, make_view
 
@@ -49,21 +50,18 @@ def test_exact_pages_attend_as_torch_does(dtype, engine):
 
 
 @pytest.mark.parametrize("codecs", [INTS, (SignSketch(m=64, outliers=2, outlier_m=16), GroupedInts(3, 64))])
-def test_results_do_not_depend_on_the_number_of_threads(codecs):
-    numba = pytest.importorskip("numba")
-    available = numba.config.NUMBA_NUM_THREADS
-    if available < 2:
-        pytest.skip("one thread is all that Numba has here")
+def test_results_do_not_depend_on_the_number_of_threads(codecs, monkeypatch):
+    monkeypatch.setattr("kvsketch.numba_cpu.attention.THREADED_WORK", 0)
     # So many heads that the number of parts, not the length, decides how they are split.
     view, _ = make_view(*codecs, d=16, dv=24, h=8, rows=[Row(4, 60, 9), Row(0, 13, 40)])
-    q, before = queries(2, 8, 2, 16), numba.get_num_threads()
+    q, before = queries(2, 8, 2, 16), _threads.get_num_threads()
     try:
         found = []
-        for threads in (1, 2, available):
-            numba.set_num_threads(threads)
+        for threads in (1, 2, 5):
+            _threads.set_num_threads(threads)
             found += [attend(q, view, engine="numba_cpu") for _ in range(3)]
     finally:
-        numba.set_num_threads(before)
+        _threads.set_num_threads(before)
     for other in found[1:]:
         assert_same(other, found[0])
 

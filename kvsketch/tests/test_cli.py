@@ -11,7 +11,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import numba
 import pytest
 import torch
 import transformers
@@ -20,6 +19,7 @@ from typer.testing import CliRunner
 from kvsketch import cli, console, evaluation
 from kvsketch.adapters import models
 from kvsketch.evaluation import Result
+from kvsketch.numba_cpu._threads import get_num_threads, set_num_threads
 from kvsketch.tests.tiny_text_model import save_text_model
 
 KEYS = (
@@ -46,10 +46,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads(), numba.get_num_threads()
+    threads = torch.get_num_threads(), get_num_threads()
     yield
     torch.set_num_threads(threads[0])
-    numba.set_num_threads(threads[1])
+    set_num_threads(threads[1])
 
 
 def run(*arguments: object, code: int = 0) -> Any:
