@@ -57,7 +57,7 @@ demo: $(READY)
 	@$(BIN)/kvsketch generate 'Explain in a few sentences what a key-value cache of a language model is.' \
 	  --method kivi-2 --max-new-tokens 96
 	@echo '== The same model on exact and on compressed caches: bits, memory, quality and speed'
-	@$(BIN)/kvsketch compare --methods $(DEMO_METHODS) --prompt-tokens 2048 --score-tokens 256 --windows 2 \
+	@$(BIN)/kvsketch compare --methods $(DEMO_METHODS) --prompt-tokens 2048 --score-tokens 256 \
 	  --json reports/demo.json --report reports/demo.html
 
 check: $(READY)

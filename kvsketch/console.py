@@ -115,7 +115,9 @@ def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     at_least(1, "--threads", threads)
     with user_errors("--model"), waiting(f"Loading {name}"):
-        # transformers draws some bars through tqdm itself, which reads this when it is imported.
+        # Read when torch and tqdm are imported: how long torch's threads spin before they sleep (with the default, one
+        # busy neighbour makes a step twenty times slower), and no bars that transformers draws by itself.
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
         os.environ.setdefault("TQDM_DISABLE", "1")
         import torch
         from transformers.utils import logging
