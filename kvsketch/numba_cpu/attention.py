@@ -68,7 +68,6 @@ class Mask(NamedTuple):
 @kernel_part()
 def _update_softmax(scores, state, mix, base, count, position, row, head, limits, bias, softcap):  # type: ignore[no-untyped-def]
     """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
-    stay_apart()
     queries, s = scores.shape[0], limits.shape[1]
     any_seen = False
     for i in range(queries):

@@ -25,7 +25,6 @@ from kvsketch.numba_cpu.lanes import (
     load_word,
     multiply_add,
     splat,
-    stay_apart,
     store,
     store_lane_sums,
 )
@@ -120,7 +119,6 @@ def number_bytes(spec):  # type: ignore[no-untyped-def]
 @kernel_part()
 def score_exact(numbers, spec, q, tile, constants, scores, target):  # type: ignore[no-untyped-def]
     """Scores of exact keys, given as bytes."""
-    stay_apart()
     chunk = 32 * number_bytes(spec)
     constants[:] = 0
     for first in range(0, numbers.size, chunk):
@@ -132,7 +130,6 @@ def score_exact(numbers, spec, q, tile, constants, scores, target):  # type: ign
 @kernel_part()
 def score_ints(records, start, spec, q, tile, scale, zero, folded, constants, scores, target):  # type: ignore[no-untyped-def]
     """Scores of the page whose key side is at byte `start`: sum_c (q_c s_c) code_c + sum_c q_c z_c."""
-    stay_apart()
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
     units, size = spec.rows // depth, spec.rows * 4 * spec.bits
     for part in range(spec.groups):
@@ -176,7 +173,6 @@ def score_sketch(
     target,
 ):  # type: ignore[no-untyped-def]
     """Scores of the page of sketched keys at byte `start`: estimates of <q, k>, summed over both parts of a split."""
-    stay_apart()
     scores[:, target : target + 32] = 0
     m = table.shape[1]
     for i in range(q.shape[0]):
@@ -221,7 +217,6 @@ def _add_sign_scores(records, codes, at, m, factor, tile, norms, folded, constan
     The signs are at byte `codes`, the norms at byte `at`.
     The tile holds the signs as 0 and 1.
     """
-    stay_apart()
     read_halves(records, at, 32, norms)
     for first in range(0, m, SIGN_ROWS):
         rows = min(SIGN_ROWS, m - first)
@@ -254,7 +249,6 @@ def _channel(records, start, spec, j):  # type: ignore[no-untyped-def]
 @kernel_part()
 def mix_exact(numbers, spec, tile, weights, first, mix):  # type: ignore[no-untyped-def]
     """Add exact values, given as bytes, with the weights from `first` on."""
-    stay_apart()
     chunk = 32 * number_bytes(spec)
     for start in range(0, numbers.size, chunk):
         _fill_values(_as_floats(numbers[start : start + chunk], spec.dtype), spec.width, tile)
@@ -264,7 +258,6 @@ def mix_exact(numbers, spec, tile, weights, first, mix):  # type: ignore[no-unty
 @kernel_part()
 def mix_ints(records, start, spec, tile, scale, zero, folded, constants, weights, first, mix, base):  # type: ignore[no-untyped-def]
     """Add a page's values: sum_t (p_t s_t) code_t to `mix`, sum_t p_t z_t to `base`."""
-    stay_apart()
     depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
     units, size = spec.tokens // 8, spec.tokens * 4 * spec.bits
     for block in range((spec.width + 31) // 32):
