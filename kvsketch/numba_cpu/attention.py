@@ -22,6 +22,7 @@ from kvsketch.numba_cpu.lanes import (
     load,
     max_all,
     multiply_add,
+    prefetch,
     splat,
     stay_apart,
     store,
@@ -38,6 +39,8 @@ LOG2E = math.log2(math.e)
 TILE = 128
 #: A run of tokens is at least this long, and rows, heads and runs together make about this many parts.
 RUN_TOKENS, PARTS = 512, 32
+#: Pages that are asked for ahead of their use.
+AHEAD = 4
 #: Products (queries by tokens by channels) below which other threads are not woken.
 THREADED_WORK = 1 << 21
 #: The lowest bias that stays finite in units of log2.
@@ -144,6 +147,8 @@ def _attend_pages(
         last = min(first + step, count)
         for page in range(first, last):
             k, target = start + page * record_bytes, (page - first) * tokens
+            for line in range(k + AHEAD * record_bytes, k + (AHEAD + 1) * record_bytes, 64):
+                prefetch(records, line)
             if key_spec.kind == KIND_EXACT:
                 score_exact(records[k : k + key_bytes], key_spec, q, tile, constants, scores, target)
             elif key_spec.kind == KIND_SKETCH:

@@ -118,6 +118,18 @@ def stay_apart(_context: Any) -> Any:
 
 
 @intrinsic
+def prefetch(_context: Any, array: Any, offset: Any) -> Any:
+    """Ask for the 64-byte line at `offset` of a uint8 array to be brought nearer; harmless beyond the array's end."""
+
+    def emit(b: ir.IRBuilder, pointer: Any) -> None:
+        flag = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(b.module, flag, "llvm.prefetch.p0")
+        b.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+
+    return _memory(types.void(array, types.intp), emit)
+
+
+@intrinsic
 def load_word(_context: Any, array: Any, offset: Any) -> Any:
     """The two bytes at `offset` of a uint8 array as one uint16."""
     return _memory(types.uint16(array, types.intp), lambda b, p: _load(b, p, _I16))

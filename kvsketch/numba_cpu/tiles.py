@@ -38,21 +38,25 @@ SIGN_ROWS = 128
 def _multiply_tile(tile, units, coefficients, first, constants, scores, target):  # type: ignore[no-untyped-def]
     """scores[i, target + lane] = constants[i] + sum over rows of tile[lane, row] * coefficients[i, first + row].
 
-    For one block of 32 lanes. Queries go two at a time, so that a number is loaded once for both; a last odd one goes
-    with itself.
+    For one block of 32 lanes. Queries go two at a time, so that a number is loaded once for both.
     """
     queries, pitch = coefficients.shape
-    width = scores.shape[1]
-    for i in range(0, queries, 2):
-        j = min(i + 1, queries - 1)
-        for plane in range(4):
+    width, even = scores.shape[1], queries // 2 * 2
+    for plane in range(4):
+        for i in range(0, even, 2):
             total, other = splat(np.float32(0)), splat(np.float32(0))
             for unit in range(units):
-                numbers = load(tile, unit * UNIT + 64 * plane)
-                total = multiply_add(numbers, load_rows(coefficients, i * pitch + first + 8 * unit), total)
-                other = multiply_add(numbers, load_rows(coefficients, j * pitch + first + 8 * unit), other)
+                numbers, row = load(tile, unit * UNIT + 64 * plane), i * pitch + first + 8 * unit
+                total = multiply_add(numbers, load_rows(coefficients, row), total)
+                other = multiply_add(numbers, load_rows(coefficients, row + pitch), other)
             store_lane_sums(scores, i * width + target + 8 * plane, total, constants[i])
-            store_lane_sums(scores, j * width + target + 8 * plane, other, constants[j])
+            store_lane_sums(scores, (i + 1) * width + target + 8 * plane, other, constants[i + 1])
+        for i in range(even, queries):
+            total = splat(np.float32(0))
+            for unit in range(units):
+                numbers, row = load(tile, unit * UNIT + 64 * plane), i * pitch + first + 8 * unit
+                total = multiply_add(numbers, load_rows(coefficients, row), total)
+            store_lane_sums(scores, i * width + target + 8 * plane, total, constants[i])
 
 
 @kernel_part()
@@ -62,18 +66,23 @@ def _add_tile(tile, units, weights, first, lane, end, mix):  # type: ignore[no-u
     The 8 rows of a lane stay apart, to be summed at the very end. Queries go two at a time.
     """
     queries, pitch = weights.shape
-    width = mix.shape[1]
-    for i in range(0, queries, 2):
-        j = min(i + 1, queries - 1)
-        for channel in range(lane, end, 8):
-            start = channel // 32 * units * UNIT + 8 * (channel % 32)
-            total, other = load(mix, i * width + 8 * channel), load(mix, j * width + 8 * channel)
+    width, even = mix.shape[1], queries // 2 * 2
+    for channel in range(lane, end, 8):
+        start, target = channel // 32 * units * UNIT + 8 * (channel % 32), 8 * channel
+        for i in range(0, even, 2):
+            total, other = load(mix, i * width + target), load(mix, (i + 1) * width + target)
             for unit in range(units):
-                numbers = load(tile, start + unit * UNIT)
-                total = multiply_add(numbers, load_rows(weights, i * pitch + first + 8 * unit), total)
-                other = multiply_add(numbers, load_rows(weights, j * pitch + first + 8 * unit), other)
-            store(mix, i * width + 8 * channel, total)
-            store(mix, j * width + 8 * channel, other)
+                numbers, row = load(tile, start + unit * UNIT), i * pitch + first + 8 * unit
+                total = multiply_add(numbers, load_rows(weights, row), total)
+                other = multiply_add(numbers, load_rows(weights, row + pitch), other)
+            store(mix, i * width + target, total)
+            store(mix, (i + 1) * width + target, other)
+        for i in range(even, queries):
+            total = load(mix, i * width + target)
+            for unit in range(units):
+                row = i * pitch + first + 8 * unit
+                total = multiply_add(load(tile, start + unit * UNIT), load_rows(weights, row), total)
+            store(mix, i * width + target, total)
 
 
 @kernel_part()
