@@ -27,20 +27,23 @@ def array_library(*arrays: Any) -> str:
 
     Raises TypeError when an argument is no array of either library, or when libraries are mixed.
     """
-    found = {_library_of(a) for a in arrays}
+    if len(arrays) == 1:
+        return _library_of(type(arrays[0]))
+    found = {_library_of(type(a)) for a in arrays}
     if len(found) != 1:
         raise TypeError(f"arrays must all belong to one library, got {sorted(found)}; move them to one device first")
     return found.pop()
 
 
-def _library_of(a: Any) -> str:
-    if isinstance(a, np.ndarray):
+@cache
+def _library_of(kind: type) -> str:
+    if issubclass(kind, np.ndarray):
         return "numpy"
-    root = type(a).__module__.partition(".")[0]
+    root = kind.__module__.partition(".")[0]
     if root in ENGINES:
         return root
     hint = "; use kvsketch.adapters for torch tensors" if root == "torch" else ""
-    raise TypeError(f"expected a NumPy or CuPy array, got {type(a).__module__}.{type(a).__qualname__}{hint}")
+    raise TypeError(f"expected a NumPy or CuPy array, got {kind.__module__}.{kind.__qualname__}{hint}")
 
 
 def namespace(*arrays: Any) -> ModuleType:

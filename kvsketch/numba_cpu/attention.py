@@ -69,7 +69,7 @@ class Mask(NamedTuple):
 
 
 @kernel_part()
-def _update_softmax(scores, state, mix, base, count, position, row, head, limits, bias, softcap):  # type: ignore[no-untyped-def]
+def _update_softmax(scores, state, mix, base, plain, count, position, row, head, limits, bias, softcap):  # type: ignore[no-untyped-def]
     """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
     queries, s = scores.shape[0], limits.shape[1]
     any_seen = False
@@ -107,6 +107,8 @@ def _update_softmax(scores, state, mix, base, count, position, row, head, limits
                 mix[i, c] *= decay
             for part in range(base.shape[1]):
                 base[i, part] *= decay
+            for c in range(plain.shape[1]):
+                plain[i, c] *= decay
         one, shift = splat(np.float32(1)), splat(-highest)
         for t in range(0, TILE, 64):
             weights = exp2(multiply_add(load(scores, i * TILE + t), one, shift))
@@ -118,7 +120,7 @@ def _update_softmax(scores, state, mix, base, count, position, row, head, limits
 @kernel_part()
 def _attend_exact(
     keys, values, key_spec, value_spec, position, row, head, q, limits, bias, softcap,
-    tile, constants, scores, state, mix, base,
+    scores, state, mix, base, plain,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Take in exact tokens, given as the bytes of their keys and values."""
     stay_apart()
@@ -127,16 +129,16 @@ def _attend_exact(
     for first in range(0, count, TILE):
         here = min(TILE, count - first)
         k = keys[first * key_bytes : (first + here) * key_bytes]
-        score_exact(k, key_spec, q, tile, constants, scores, 0)
-        if _update_softmax(scores, state, mix, base, here, position + first, row, head, limits, bias, softcap):
-            mix_exact(values[first * value_bytes : (first + here) * value_bytes], value_spec, tile, scores, 0, mix)
+        score_exact(k, key_spec, q, scores, 0)
+        if _update_softmax(scores, state, mix, base, plain, here, position + first, row, head, limits, bias, softcap):
+            mix_exact(values[first * value_bytes : (first + here) * value_bytes], value_spec, scores, 0, plain)
 
 
 @kernel_part()
 def _attend_pages(
     records, start, record_bytes, count, key_spec, value_spec, position, row, head,
     q, sketch, table, outlier_table, factor, outlier_factor, limits, bias, softcap,
-    tile, scale, zero, folded, constants, sums, scores, state, mix, base,
+    tile, scale, zero, folded, constants, sums, scores, state, mix, base, plain,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Take in `count` encoded pages, one after the other from byte `start` of `records`."""
     stay_apart()
@@ -150,7 +152,7 @@ def _attend_pages(
             for line in range(k + AHEAD * record_bytes, k + (AHEAD + 1) * record_bytes, 64):
                 prefetch(records, line)
             if key_spec.kind == KIND_EXACT:
-                score_exact(records[k : k + key_bytes], key_spec, q, tile, constants, scores, target)
+                score_exact(records[k : k + key_bytes], key_spec, q, scores, target)
             elif key_spec.kind == KIND_SKETCH:
                 score_sketch(
                     records, k, key_spec, q, sketch, table, outlier_table, factor, outlier_factor,
@@ -159,11 +161,11 @@ def _attend_pages(
             else:
                 score_ints(records, k, key_spec, q, tile, scale, zero, folded, constants, scores, target)
         total, here = (last - first) * tokens, position + first * tokens
-        if _update_softmax(scores, state, mix, base, total, here, row, head, limits, bias, softcap):
+        if _update_softmax(scores, state, mix, base, plain, total, here, row, head, limits, bias, softcap):
             for page in range(first, last):
                 v, target = start + page * record_bytes + key_spec.nbytes, (page - first) * tokens
                 if value_spec.kind == KIND_EXACT:
-                    mix_exact(records[v : v + value_bytes], value_spec, tile, scores, target, mix)
+                    mix_exact(records[v : v + value_bytes], value_spec, scores, target, plain)
                 else:
                     mix_ints(
                         records, v, value_spec, tile, scale, zero, folded, constants, scores, target, mix, base
@@ -171,15 +173,15 @@ def _attend_pages(
 
 
 @kernel_part()
-def _finish(mix, base, spec, out):  # type: ignore[no-untyped-def]
-    """Sum the rows of the mix and add the groups' bases: out (Q, dv), still to be divided by the sums."""
+def _finish(mix, base, plain, spec, out):  # type: ignore[no-untyped-def]
+    """Sum the rows of the mix, add the groups' bases and exact values: out (Q, dv), still to be divided by the sums."""
     stay_apart()
     sums = np.empty((spec.width + 7) // 8 * 8, np.float32)
     for i in range(out.shape[0]):
         for lane in range(0, spec.width, 8):
             store_lane_sums(sums, lane, load(mix, i * mix.shape[1] + 8 * lane), np.float32(0))
         for c in range(spec.width):
-            out[i, c] = sums[c]
+            out[i, c] = sums[c] + plain[i, c]
             if spec.groups > 0:
                 out[i, c] += base[i, c // spec.group]
 
@@ -205,7 +207,7 @@ def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs
     scale, zero, folded = aligned_floats(1, rows)[0], aligned_floats(1, rows)[0], aligned_floats(count, rows)
     constants, sums, scores = np.zeros(count, np.float32), aligned_floats(count, 32), aligned_floats(count, TILE)
     mix = aligned_floats(count, (value_spec.width + 7) // 8 * 64)
-    base = np.zeros((count, value_spec.groups), np.float32)
+    base, plain = np.zeros((count, value_spec.groups), np.float32), aligned_floats(count, value_spec.width)
     state[:, 0] = -np.inf
     state[:, 1] = 0
     key_bytes, value_bytes = number_bytes(key_spec), number_bytes(value_spec)
@@ -214,7 +216,7 @@ def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs
         _attend_exact(
             view.sink_k[row, head, : sinks * key_bytes], view.sink_v[row, head, : sinks * value_bytes],
             key_spec, value_spec, 0, row, head, q, mask.limits, mask.bias, mask.softcap,
-            tile, constants, scores, state, mix, base,
+            scores, state, mix, base, plain,
         )  # fmt: skip
     first, last = pages * run // runs, pages * (run + 1) // runs
     _attend_pages(
@@ -222,7 +224,7 @@ def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs
         key_spec, value_spec, sinks + first * key_spec.tokens, row, head, q, sketch,
         queries.table, queries.outlier_table, queries.factor, queries.outlier_factor,
         mask.limits, mask.bias, mask.softcap,
-        tile, scale, zero, folded, constants, sums, scores, state, mix, base,
+        tile, scale, zero, folded, constants, sums, scores, state, mix, base, plain,
     )  # fmt: skip
     if run == runs - 1:
         start, end = view.window_starts[row], view.window_starts[row] + view.window_counts[row]
@@ -230,9 +232,9 @@ def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs
             view.window_k[row, head, start * key_bytes : end * key_bytes],
             view.window_v[row, head, start * value_bytes : end * value_bytes],
             key_spec, value_spec, sinks + pages * key_spec.tokens, row, head, q,
-            mask.limits, mask.bias, mask.softcap, tile, constants, scores, state, mix, base,
+            mask.limits, mask.bias, mask.softcap, scores, state, mix, base, plain,
         )  # fmt: skip
-    _finish(mix, base, value_spec, out)
+    _finish(mix, base, plain, value_spec, out)
 
 
 @kernel()
@@ -303,7 +305,6 @@ def attend(
     runs = _run_count(view, b * h)
     states = np.empty((b, h, runs, count, 2), np.float32)
     mixes = np.empty((b, h, runs, count, dv), np.float32)
-    longest = int(view.lengths.max())
     run_ranges(
         _attend_parts,
         b * h * runs,
@@ -318,7 +319,7 @@ def attend(
         ),
         states,
         mixes,
-        threads=1 if b * hq * s * longest * (d + dv) < THREADED_WORK else None,
+        threads=1 if b * hq * s * int(limits.max()) * (d + dv) < THREADED_WORK else None,
     )
     logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
     out = np.empty((b, h, count, dv), np.float32)

@@ -9,7 +9,7 @@ by one because a compiled function counts references to each array of a tuple wh
 tile, decoded numbers (see :mod:`kvsketch.numba_cpu.pages`); scale and zero (rows,), those of a page; folded (Q, rows),
 coefficients or weights times the scales; constants (Q,), what the zeros add; sums (Q, 32), sums over signs; scores
 (Q, tokens) in units of log2, then weights; mix (Q, 8*channels), weighted values, 8 partial sums a channel; base
-(Q, groups), what the zeros of integer values add.
+(Q, groups), what the zeros of integer values add; plain (Q, channels), weighted exact values.
 """
 
 from __future__ import annotations
@@ -86,54 +86,40 @@ def _add_tile(tile, units, weights, first, lane, end, mix):  # type: ignore[no-u
 
 
 @kernel_part()
-def _as_floats(numbers, dtype):  # type: ignore[no-untyped-def]
-    """The bytes of float32, float16 or bfloat16 numbers as float32."""
-    floats = np.empty(numbers.size // (4 if dtype == FLOAT32 else 2), np.float32)
-    if dtype == FLOAT32:
-        for i in range(floats.size):
-            floats[i] = load_float(numbers, 4 * i)
-    elif dtype == FLOAT16:
-        for i in range(floats.size):
-            floats[i] = half_to_float(load_word(numbers, 2 * i))
-    else:
-        for i in range(floats.size):
-            floats[i] = np.uint32(np.uint32(load_word(numbers, 2 * i)) << np.uint32(16)).view(np.float32)
-    return floats
-
-
-@kernel_part()
-def _fill_keys(numbers, width, tile):  # type: ignore[no-untyped-def]
-    """A tile of up to 32 exact keys: lanes are tokens, rows channels; what is missing is 0."""
-    tile[: (width + 7) // 8 * UNIT] = 0
-    for t in range(numbers.size // width):
-        for c in range(width):
-            tile[c // 8 * UNIT + 8 * t + c % 8] = numbers[t * width + c]
-
-
-@kernel_part()
-def _fill_values(numbers, width, tile):  # type: ignore[no-untyped-def]
-    """A tile of up to 32 exact values: lanes are channels (blocks of 32), rows tokens; what is missing is 0."""
-    tile[: (width + 31) // 32 * 4 * UNIT] = 0
-    for t in range(numbers.size // width):
-        for c in range(width):
-            tile[(c // 32 * 4 + t // 8) * UNIT + 8 * (c % 32) + t % 8] = numbers[t * width + c]
-
-
-@kernel_part()
 def number_bytes(spec):  # type: ignore[no-untyped-def]
     """Bytes of one exact token of a side."""
     return spec.width * (4 if spec.dtype == FLOAT32 else 2)
 
 
 @kernel_part()
-def score_exact(numbers, spec, q, tile, constants, scores, target):  # type: ignore[no-untyped-def]
+def _as_floats(numbers, spec):  # type: ignore[no-untyped-def]
+    """The bytes of exact tokens as float32 (tokens, width)."""
+    floats = np.empty((numbers.size // number_bytes(spec), spec.width), np.float32)
+    for t in range(floats.shape[0]):
+        start = t * number_bytes(spec)
+        if spec.dtype == FLOAT32:
+            for c in range(spec.width):
+                floats[t, c] = load_float(numbers, start + 4 * c)
+        elif spec.dtype == FLOAT16:
+            for c in range(spec.width):
+                floats[t, c] = half_to_float(load_word(numbers, start + 2 * c))
+        else:
+            for c in range(spec.width):
+                word = np.uint32(load_word(numbers, start + 2 * c))
+                floats[t, c] = np.uint32(word << np.uint32(16)).view(np.float32)
+    return floats
+
+
+@kernel_part(fastmath={"reassoc", "contract", "nsz"})
+def score_exact(numbers, spec, q, scores, target):  # type: ignore[no-untyped-def]
     """Scores of exact keys, given as bytes."""
-    chunk = 32 * number_bytes(spec)
-    constants[:] = 0
-    for first in range(0, numbers.size, chunk):
-        _fill_keys(_as_floats(numbers[first : first + chunk], spec.dtype), spec.width, tile)
-        here = target + first // chunk * 32
-        _multiply_tile(tile, (spec.width + 7) // 8, q, 0, constants, scores, here)
+    floats = _as_floats(numbers, spec)
+    for t in range(floats.shape[0]):
+        for i in range(q.shape[0]):
+            total = np.float32(0)
+            for c in range(floats.shape[1]):
+                total += q[i, c] * floats[t, c]
+            scores[i, target + t] = total
 
 
 @kernel_part()
@@ -255,13 +241,15 @@ def _channel(records, start, spec, j):  # type: ignore[no-untyped-def]
     return np.intp(load_word(records, start + spec.channels + 2 * j))
 
 
-@kernel_part()
-def mix_exact(numbers, spec, tile, weights, first, mix):  # type: ignore[no-untyped-def]
+@kernel_part(fastmath={"reassoc", "contract", "nsz"})
+def mix_exact(numbers, spec, weights, first, plain):  # type: ignore[no-untyped-def]
     """Add exact values, given as bytes, with the weights from `first` on."""
-    chunk = 32 * number_bytes(spec)
-    for start in range(0, numbers.size, chunk):
-        _fill_values(_as_floats(numbers[start : start + chunk], spec.dtype), spec.width, tile)
-        _add_tile(tile, 4, weights, first + start // chunk * 32, 0, spec.width, mix)
+    floats = _as_floats(numbers, spec)
+    for t in range(floats.shape[0]):
+        for i in range(weights.shape[0]):
+            weight = weights[i, first + t]
+            for c in range(floats.shape[1]):
+                plain[i, c] += weight * floats[t, c]
 
 
 @kernel_part()
