@@ -27,9 +27,8 @@ def array_library(*arrays: Any) -> str:
 
     Raises TypeError when an argument is no array of either library, or when libraries are mixed.
     """
-    if len(arrays) == 1:
-        return _library_of(type(arrays[0]))
-    found = {_library_of(type(a)) for a in arrays}
+    kinds: set[Any] = {type(a) for a in arrays}
+    found = {_library_of(kind) for kind in kinds}
     if len(found) != 1:
         raise TypeError(f"arrays must all belong to one library, got {sorted(found)}; move them to one device first")
     return found.pop()

@@ -90,19 +90,21 @@ def attend(
         raise ValueError(f"softcap must be positive, got {softcap}; leave it out for none")
     if sink_logits is not None and tuple(sink_logits.shape) != (hq,):
         raise ValueError(f"sink_logits must have shape ({hq},), got {tuple(sink_logits.shape)}")
-    lengths = view.lengths
     if limits is None:
-        limits = xp.clip(lengths[:, None] + xp.arange(1 - s, 1), 0, None)
+        limits = view.lengths[:, None]
+        if s != 1:
+            limits = xp.clip(limits + xp.arange(1 - s, 1), 0, None)
     elif tuple(limits.shape) != (b, s):
         raise ValueError(f"limits must have shape ({b}, {s}), got {tuple(limits.shape)}")
-    longest = int(lengths.max()) if b else 0
-    if bias is not None and (
-        bias.ndim != 4
-        or bias.shape[0] != b
-        or bias.shape[1] not in (1, hq)
-        or bias.shape[2] != s
-        or bias.shape[3] < longest
-    ):
-        raise ValueError(f"bias must have shape ({b}, 1 or {hq}, {s}, n >= {longest}), got {tuple(bias.shape)}")
+    if bias is not None:
+        longest = int(view.lengths.max()) if b else 0
+        if (
+            bias.ndim != 4
+            or bias.shape[0] != b
+            or bias.shape[1] not in (1, hq)
+            or bias.shape[2] != s
+            or bias.shape[3] < longest
+        ):
+            raise ValueError(f"bias must have shape ({b}, 1 or {hq}, {s}, n >= {longest}), got {tuple(bias.shape)}")
     run = implementation("attention.attend", q, engine=engine)
     return run(q, view, limits=limits, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits)

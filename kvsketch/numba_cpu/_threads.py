@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from kvsketch._checks import check_integer
 
@@ -53,15 +54,19 @@ def set_num_threads(count: int) -> None:
         old.shutdown(wait=False)
 
 
-def run_ranges(kernel: Callable[..., Any], total: int, *arguments: Any, threads: int | None = None) -> list[Any]:
-    """Call ``kernel(first, last, *arguments)`` on ranges that make up 0..total, on `threads` threads (default: all)."""
-    count = max(1, min(get_num_threads() if threads is None else threads, total))
+def run_parts(kernel: Callable[..., Any], total: int, *arguments: Any, threads: int | None = None) -> list[Any]:
+    """Run ``kernel(counter, total, *arguments)`` on up to `threads` threads (default: all) and return their results.
+
+    Each takes the numbers of parts, below `total`, one after the other from the shared `counter`, an int64 array of one
+    element, with :func:`kvsketch.numba_cpu.lanes.take_next`: a thread that starts late just does less.
+    """
+    count = max(1, min(_POOL.count if threads is None else threads, total))
+    counter = np.zeros(1, np.int64)
     if count == 1:
-        return [kernel(0, total, *arguments)]
+        return [kernel(counter, total, *arguments)]
     if _POOL.executor is None:
         _POOL.executor = ThreadPoolExecutor(max(1, _POOL.count - 1), thread_name_prefix="kvsketch")
-    bounds = [total * part // count for part in range(count + 1)]
-    submit = _POOL.executor.submit
-    others = [submit(kernel, first, last, *arguments) for first, last in pairwise(bounds[1:])]
-    results = [kernel(bounds[0], bounds[1], *arguments)]
-    return results + [other.result() for other in others]
+    others = [_POOL.executor.submit(kernel, counter, total, *arguments) for _ in range(count - 1)]
+    results = [kernel(counter, total, *arguments)]
+    # One that has not started by now has nothing left to do.
+    return results + [other.result() for other in others if not other.cancel()]

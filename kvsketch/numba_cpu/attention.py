@@ -16,7 +16,7 @@ import numpy as np
 from kvsketch.attention import CacheView
 from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu._compile import kernel, kernel_part, writable
-from kvsketch.numba_cpu._threads import run_ranges
+from kvsketch.numba_cpu._threads import run_parts
 from kvsketch.numba_cpu.lanes import (
     exp2,
     load,
@@ -28,6 +28,7 @@ from kvsketch.numba_cpu.lanes import (
     store,
     store_lane_sums,
     sum_all,
+    take_next,
 )
 from kvsketch.numba_cpu.pages import UNIT
 from kvsketch.numba_cpu.tiles import mix_exact, mix_ints, number_bytes, score_exact, score_ints, score_sketch
@@ -238,18 +239,20 @@ def _attend_part(queries, view, key_spec, value_spec, mask, row, head, run, runs
 
 
 @kernel()
-def _attend_parts(first, last, queries, view, key_spec, value_spec, mask, states, mixes):  # type: ignore[no-untyped-def]
-    """The parts (row, head, run), counted in that order, from `first` to `last`.
+def _attend_parts(counter, total, queries, view, key_spec, value_spec, mask, states, mixes):  # type: ignore[no-untyped-def]
+    """Parts (row, head, run), counted in that order, as many as this thread gets.
 
     The view's exact arrays are bytes (b, h, bytes); states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv).
     """
     h, runs = states.shape[1:3]
-    for part in range(first, last):
+    part = take_next(counter)
+    while part < total:
         row, head, run = part // (h * runs), part // runs % h, part % runs
         _attend_part(
             queries, view, key_spec, value_spec, mask, row, head, run, runs,
             states[row, head, run], mixes[row, head, run],
         )  # fmt: skip
+        part = take_next(counter)
 
 
 @kernel()
@@ -305,11 +308,21 @@ def attend(
     runs = _run_count(view, b * h)
     states = np.empty((b, h, runs, count, 2), np.float32)
     mixes = np.empty((b, h, runs, count, dv), np.float32)
-    run_ranges(
+    run_parts(
         _attend_parts,
         b * h * runs,
         Queries(scaled, np.ascontiguousarray(sketch), *tables),
-        CacheArrays(*(writable(_as_bytes(x) if x.ndim == 4 and x.dtype != np.uint8 else x) for x in view[1:])),
+        CacheArrays(
+            writable(view.pages),
+            writable(view.page_counts),
+            _as_bytes(view.sink_k),
+            _as_bytes(view.sink_v),
+            writable(view.sink_counts),
+            _as_bytes(view.window_k),
+            _as_bytes(view.window_v),
+            writable(view.window_starts),
+            writable(view.window_counts),
+        ),
         view.layout.keys.spec,
         view.layout.values.spec,
         Mask(
@@ -349,8 +362,10 @@ def _run_count(view: CacheView, heads: int) -> int:
 
 def _as_bytes(x: Any) -> Any:
     """(b, h, tokens, width) numbers as uint8 (b, h, bytes), without a copy when they are contiguous."""
-    x = np.ascontiguousarray(x)
-    return x.reshape(*x.shape[:2], -1).view(np.uint8) if x.size else np.zeros((*x.shape[:2], 0), np.uint8)
+    if not x.size:
+        return np.zeros((*x.shape[:2], 0), np.uint8)
+    x = writable(x if x.flags.c_contiguous else np.ascontiguousarray(x))
+    return x.reshape(x.shape[0], x.shape[1], -1).view(np.uint8)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -118,6 +118,17 @@ def stay_apart(_context: Any) -> Any:
 
 
 @intrinsic
+def take_next(_context: Any, counter: Any) -> Any:
+    """Add one to ``counter[0]`` of an int64 array that threads share, and return what it was before."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.atomic_rmw("add", array.data, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+@intrinsic
 def prefetch(_context: Any, array: Any, offset: Any) -> Any:
     """Ask for the 64-byte line at `offset` of a uint8 array to be brought nearer; harmless beyond the array's end."""
 

@@ -16,7 +16,7 @@ from kvsketch.codecs import Exact, SignSketch
 from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu import qjl
 from kvsketch.numba_cpu._compile import kernel, kernel_part, writable
-from kvsketch.numba_cpu._threads import run_ranges
+from kvsketch.numba_cpu._threads import run_parts
 from kvsketch.numba_cpu.float16 import float_to_half, half_to_float
 from kvsketch.numba_cpu.kivi import quantize_columns, quantize_rows
 from kvsketch.numba_cpu.lanes import (
@@ -27,6 +27,7 @@ from kvsketch.numba_cpu.lanes import (
     store,
     store_word,
     take_bits,
+    take_next,
     to_floats,
 )
 from kvsketch.reference import pages as reference
@@ -156,11 +157,13 @@ def _encode_page(x, record, spec, is_keys):  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def _encode_ints(first, last, x, records, spec, is_keys):  # type: ignore[no-untyped-def]
-    """Pages from `first` to `last` of x float32 (N, p, width) into records uint8 (N, side bytes)."""
+def _encode_ints(counter, total, x, records, spec, is_keys):  # type: ignore[no-untyped-def]
+    """Pages of x float32 (N, p, width) into records uint8 (N, side bytes), as many as this thread gets."""
     saturated = 0
-    for page in range(first, last):
+    page = take_next(counter)
+    while page < total:
         saturated += _encode_page(x[page], records[page], spec, is_keys)
+        page = take_next(counter)
     return saturated
 
 
@@ -186,7 +189,7 @@ def _encode_ints_into(x: Any, side: SideLayout, out: Any) -> int:
     pages = writable(np.ascontiguousarray(x, dtype=np.float32)).reshape(-1, side.tokens, side.width)
     records = np.zeros((len(pages), side.nbytes), np.uint8)
     threads = 1 if len(pages) <= FEW_PAGES else None
-    saturated = run_ranges(_encode_ints, len(pages), pages, records, side.spec, side.side == "keys", threads=threads)
+    saturated = run_parts(_encode_ints, len(pages), pages, records, side.spec, side.side == "keys", threads=threads)
     out[...] = records.reshape(out.shape)
     return int(sum(saturated))
 
