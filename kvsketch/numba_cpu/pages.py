@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvsketch.codecs import Exact, SignSketch
-from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout
+from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout, unit_rows
 from kvsketch.numba_cpu import qjl
 from kvsketch.numba_cpu._compile import kernel, kernel_part, writable
 from kvsketch.numba_cpu._threads import run_parts
@@ -43,10 +43,14 @@ def select_channels(k: Any, side: SideLayout) -> Any:
     return reference.select(k, side, qjl.select_outlier_channels)
 
 
+#: Contraction rows of a unit of codes of so many bits.
+unit_depth = kernel_part()(unit_rows)
+
+
 @kernel_part()
 def unpack_codes(record, offset, units, bits, tile, start):  # type: ignore[no-untyped-def]
     """Codes of `units` consecutive units as floats, from tile[start] on; a 1- or 3-bit unit fills two of the tile's."""
-    mask = np.uint8((1 << min(bits, 8)) - 1)
+    mask = np.uint8((1 << bits) - 1)
     for unit in range(units):
         if bits == 1 or bits == 3:
             size = 64 * bits
@@ -73,7 +77,7 @@ def pack_codes(codes, bits, record, offset):  # type: ignore[no-untyped-def]
     """Units of codes uint8 (lanes, rows), both whole multiples of a unit, block by block of 32 lanes."""
     stay_apart()
     lanes, rows = codes.shape
-    depth = 16 if bits == 1 or bits == 3 else 8
+    depth = unit_depth(bits)
     size = 4 * depth * bits
     for block in range(lanes // 32):
         for unit in range(rows // depth):
@@ -212,7 +216,7 @@ def encode_values(v: Any, side: SideLayout, *, out: Any) -> int:
 @kernel_part()
 def _decode_int_keys(record, spec, tile, numbers, out):  # type: ignore[no-untyped-def]
     """One page of keys float32 (p, d)."""
-    depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
+    depth = unit_depth(spec.bits)
     size = spec.rows // depth * 4 * depth * spec.bits
     for part in range(spec.groups):
         read_halves(record, spec.scale + 2 * part * spec.rows, spec.rows, numbers[0])
@@ -228,7 +232,7 @@ def _decode_int_keys(record, spec, tile, numbers, out):  # type: ignore[no-untyp
 @kernel_part()
 def _decode_int_values(record, spec, tile, numbers, out):  # type: ignore[no-untyped-def]
     """One page of values float32 (p, dv)."""
-    depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
+    depth = unit_depth(spec.bits)
     size = spec.tokens // depth * 4 * depth * spec.bits
     for c in range(spec.width):
         part = c // spec.group

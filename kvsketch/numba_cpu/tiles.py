@@ -28,7 +28,7 @@ from kvsketch.numba_cpu.lanes import (
     store,
     store_lane_sums,
 )
-from kvsketch.numba_cpu.pages import FLOAT16, FLOAT32, UNIT, read_halves, unpack_codes
+from kvsketch.numba_cpu.pages import FLOAT16, FLOAT32, UNIT, read_halves, unit_depth, unpack_codes
 
 #: Rows of a sketch that are unpacked at a time, a whole number of units: the tile stays in the nearest cache.
 SIGN_ROWS = 128
@@ -125,7 +125,7 @@ def score_exact(numbers, spec, q, scores, target):  # type: ignore[no-untyped-de
 @kernel_part()
 def score_ints(records, start, spec, q, tile, scale, zero, folded, constants, scores, target):  # type: ignore[no-untyped-def]
     """Scores of the page whose key side is at byte `start`: sum_c (q_c s_c) code_c + sum_c q_c z_c."""
-    depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
+    depth = unit_depth(spec.bits)
     units, size = spec.rows // depth, spec.rows * 4 * spec.bits
     for part in range(spec.groups):
         read_halves(records, start + spec.scale + 2 * part * spec.rows, spec.rows, scale)
@@ -173,22 +173,14 @@ def score_sketch(
     for i in range(q.shape[0]):
         for r in range(m):
             folded[i, r] = sketch[i, r]
-    for j in range(spec.outliers):
-        c = _channel(records, start, spec, j)
-        for i in range(q.shape[0]):
-            for r in range(m):
-                folded[i, r] -= table[c, r] * q[i, c]
+    _add_outlier_channels(records, start, spec, q, np.float32(-1), table, folded)
     _add_sign_scores(
         records, start + spec.codes, start + spec.norms, m, factor, tile, norms, folded, constants, sums, scores, target
     )
     if spec.outliers > 0:
         m = outlier_table.shape[1]
         folded[:, :m] = 0
-        for j in range(spec.outliers):
-            c = _channel(records, start, spec, j)
-            for i in range(q.shape[0]):
-                for r in range(m):
-                    folded[i, r] += outlier_table[c, r] * q[i, c]
+        _add_outlier_channels(records, start, spec, q, np.float32(1), outlier_table, folded)
         _add_sign_scores(
             records,
             start + spec.outlier_codes,
@@ -206,11 +198,21 @@ def score_sketch(
 
 
 @kernel_part()
+def _add_outlier_channels(records, start, spec, q, sign, table, folded):  # type: ignore[no-untyped-def]
+    """Add to `folded` sign * S q of the page's outlier channels alone; `table` is S transposed."""
+    for j in range(spec.outliers):
+        c = _channel(records, start, spec, j)
+        for i in range(q.shape[0]):
+            number = sign * q[i, c]
+            for r in range(table.shape[1]):
+                folded[i, r] += table[c, r] * number
+
+
+@kernel_part()
 def _add_sign_scores(records, codes, at, m, factor, tile, norms, folded, constants, sums, scores, target):  # type: ignore[no-untyped-def]
     """Add factor * |k| * sum_r S q_r * sign_r to the scores of 32 tokens; `folded` holds S q.
 
-    The signs are at byte `codes`, the norms at byte `at`.
-    The tile holds the signs as 0 and 1.
+    The signs are at byte `codes`, the norms at byte `at`. The tile holds the signs as 0 and 1.
     """
     read_halves(records, at, 32, norms)
     for first in range(0, m, SIGN_ROWS):
@@ -255,7 +257,7 @@ def mix_exact(numbers, spec, weights, first, plain):  # type: ignore[no-untyped-
 @kernel_part()
 def mix_ints(records, start, spec, tile, scale, zero, folded, constants, weights, first, mix, base):  # type: ignore[no-untyped-def]
     """Add a page's values: sum_t (p_t s_t) code_t to `mix`, sum_t p_t z_t to `base`."""
-    depth = 16 if spec.bits == 1 or spec.bits == 3 else 8
+    depth = unit_depth(spec.bits)
     units, size = spec.tokens // 8, spec.tokens * 4 * spec.bits
     for block in range((spec.width + 31) // 32):
         offset = start + spec.codes + block * size
