@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
 
 
 def _fingerprint() -> str:
@@ -30,13 +31,20 @@ FINGERPRINT = _fingerprint()
 
 
 class _KernelCache(FunctionCache):
-    def __init__(self, function: Callable[..., Any]) -> None:
+    """Results of one function; `variant` tells those apart that one piece of source makes."""
+
+    def __init__(self, function: Callable[..., Any], variant: str = "") -> None:
         super().__init__(function)
+        self._variant = variant
         self._cache_file = IndexDataCacheFile(
             cache_path=self._cache_path,
-            filename_base=f"{self._impl.filename_base}-{FINGERPRINT}",
+            filename_base=f"{self._impl.filename_base}{variant and '-' + variant}-{FINGERPRINT}",
             source_stamp=self._impl.locator.get_source_stamp(),
         )
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """Without what a function closes over: the fingerprint and the variant say it, its pickle changes each time."""
+        return sig, codegen.magic_tuple(), self._variant
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -56,6 +64,30 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """A :func:`kernel` that only other kernels call: what would make it callable from Python is not compiled."""
     return kernel(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
+
+
+def compile_address(function: Callable[..., Any], variant: str) -> int:
+    """Compile a function of addresses and integers that returns nothing; where in memory the result starts.
+
+    Such a kernel is called by another with :func:`kvsketch.numba_cpu.simd.call_kernel`: each is compiled once, not
+    every combination of them.
+    """
+    count = function.__code__.co_argcount
+    kernel: Any = CFunc(
+        function, (types.UniTuple(types.intp, count).types, types.void), {}, {"nopython": True, "error_model": "numpy"}
+    )
+    kernel._cache = _KernelCache(function, variant)
+    kernel.compile()
+    _KEPT.append(kernel)
+    return int(kernel.address)
+
+
+#: Compiled functions whose addresses were given out: they must not be freed.
+_KEPT: list[CFunc] = []
+
+
+#: Compiles a function that only kernels call, for what they are given; it is kept with them.
+inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 class _Alias:

@@ -38,9 +38,17 @@ def row_tiles(view: CacheView, row: int) -> Iterator[tuple[int, Any, Any]]:
 
 
 def attend(
-    q: Any, view: CacheView, *, limits: Any, bias: Any, scale: float, softcap: float | None, sink_logits: Any
+    q: Any,
+    view: CacheView,
+    *,
+    limits: Any,
+    bias: Any,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Any,
+    coefficients: str,
 ) -> Any:
-    """See :func:`kvsketch.attention.attend`."""
+    """See :func:`kvsketch.attention.attend`; everything is float32 here, whatever `coefficients` allow."""
     xp = namespace(q)
     b, hq, s, d = q.shape
     h, dv = view.pages.shape[1], view.layout.values.width

@@ -136,7 +136,7 @@ def test_beams_of_a_lossy_cache_equal_beams_of_its_decoded_rows(model: Any) -> N
             model(torch.tensor([[token]]), cache=alone)
         for ours, single in zip(cache.compressed, alone.compressed, strict=True):
             for x, y in zip(ours.store.decode(row), single.store.decode(0), strict=True):
-                np.testing.assert_allclose(x, y, atol=1e-5)
+                np.testing.assert_allclose(x, y, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["exact", "kivi-2"])

@@ -47,7 +47,7 @@ def test_left_padded_batch_is_sdpa_on_the_decoded_cache(model: Any, method: str,
         for row, length in enumerate(lengths):
             place = torch.arange(length, length + new)[None]
             expected = model(later[row : row + 1], position_ids=place, cache=dense[row]).logits
-            torch.testing.assert_close(ours[row : row + 1], expected, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(ours[row : row + 1], expected, atol=1e-3, rtol=1e-3)
 
 
 def test_dropping_the_mask_would_be_seen(model: Any) -> None:

@@ -1,0 +1,310 @@
+"""The compiled part of fused attention: one run of tokens of one head, and how the runs are joined.
+
+A part keeps a running maximum, sum and weighted mix in one scratch buffer; scores are in units of log2. The pages'
+codecs are kernels of their own (:mod:`kvsketch.numba_cpu.integers`, :mod:`kvsketch.numba_cpu.sketches`), called by
+address.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvsketch.layout import KIND_EXACT, SideSpec
+from kvsketch.numba_cpu._compile import kernel, kernel_part
+from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
+from kvsketch.numba_cpu.integers import TILE
+from kvsketch.numba_cpu.simd import LANES, address_of, call_kernel, load_float, stay_apart, store_float, take_next
+from kvsketch.numba_cpu.softmax import (
+    add_bias,
+    cap_scores,
+    hide_scores,
+    largest_score,
+    scale_floats,
+    weigh_scores,
+)
+
+
+class Plan(NamedTuple):
+    """What a layout and a number of queries ask for."""
+
+    key_spec: SideSpec
+    value_spec: SideSpec
+    score: int  #: address of the score kernel, 0 for exact keys
+    mix: int  #: address of the mix kernel, 0 for exact values
+    work: int  #: bytes that these kernels work in
+    q_pitch: int  #: bytes of a query's channels, padded with zeros
+    key_pitch: int  #: bytes of an exact key as float32
+    value_pitch: int  #: bytes of an exact value as float32
+    mix_pitch: int  #: bytes of a query's mix of encoded values, two numbers a channel
+
+
+class Inputs(NamedTuple):
+    """Arrays of a step; exact tokens as bytes (b, h, bytes)."""
+
+    q: Any  #: (b, h, Q, q_pitch/4) float32, scaled to units of log2 (of the soft cap where there is one)
+    sketch: Any  #: (b, h, Q, m) its sketch, empty for keys that are not sketched
+    keys: Any  #: int64, the fields of the key side
+    values: Any  #: int64, those of the value side
+    extra: Any  #: int64, see :mod:`kvsketch.numba_cpu.sketches`
+    limits: Any  #: (b, s) tokens that a query sees
+    bias: Any  #: (b, 1 or hq, s, n), or without rows
+    softcap: Any  #: 0 for none
+    pages: Any
+    page_counts: Any
+    sink_k: Any
+    sink_v: Any
+    sink_counts: Any
+    window_k: Any
+    window_v: Any
+    window_starts: Any
+    window_counts: Any
+
+
+class Scratch(NamedTuple):
+    """Addresses of what a part keeps; pitches are in :class:`Plan`."""
+
+    scores: Any  #: (Q, TILE)
+    highest: Any  #: (Q,)
+    totals: Any  #: (Q,)
+    mix: Any  #: (Q, 2*channels) of encoded values
+    base: Any  #: (Q, groups), what the zeros of integer values add
+    plain: Any  #: (Q, channels) of exact values
+    tile: Any  #: exact tokens as float32
+    work: Any  #: what kernels of pages work in
+
+
+@kernel_part()
+def _update_softmax(scratch, plan, queries, count, position, row, head, limits, bias, softcap):  # type: ignore[no-untyped-def]
+    """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
+    s, any_seen = limits.shape[1], False
+    whole = (count + LANES - 1) // LANES * LANES
+    for i in range(queries):
+        scores = scratch.scores + 4 * TILE * i
+        seen = max(0, min(count, limits[row, i % s] - position))
+        if softcap > 0:
+            cap_scores(scores, seen, softcap)
+        if bias.shape[0] > 0:
+            query_head = 0 if bias.shape[1] == 1 else (head * queries + i) // s
+            add_bias(scores, bias[row, query_head, i % s, position : position + seen], seen)
+        hide_scores(scores, seen, whole)
+        before = load_float(scratch.highest + 4 * i)
+        highest = largest_score(scores, whole, before)
+        if highest == -np.inf:
+            for t in range(whole):
+                store_float(scores + 4 * t, np.float32(0))
+            continue
+        any_seen = True
+        total = load_float(scratch.totals + 4 * i)
+        if highest > before:
+            decay = np.float32(2.0 ** (before - highest))
+            store_float(scratch.highest + 4 * i, highest)
+            total *= decay
+            if decay != 1:
+                scale_floats(scratch.mix + plan.mix_pitch * i, plan.mix_pitch // 4, decay)
+                scale_floats(scratch.plain + plan.value_pitch * i, plan.value_pitch // 4, decay)
+                groups = plan.value_spec.groups
+                for part in range(i * groups, (i + 1) * groups):
+                    store_float(scratch.base + 4 * part, load_float(scratch.base + 4 * part) * decay)
+        store_float(scratch.totals + 4 * i, total + weigh_scores(scores, whole, highest))
+    return any_seen
+
+
+@kernel_part()
+def _score_exact(keys, count, spec, plan, q, queries, scores, tile):  # type: ignore[no-untyped-def]
+    """Scores of `count` exact keys at an address."""
+    if 4 * spec.width != plan.key_pitch or number_bytes(spec.dtype) != 4:
+        as_floats(keys, spec.dtype, count, spec.width, tile, plan.key_pitch)
+        keys = tile
+    score_floats(keys, plan.key_pitch, count, q, plan.q_pitch, queries, scores, 4 * TILE)
+
+
+@kernel_part()
+def _mix_exact(values, count, spec, plan, weights, queries, tile, plain):  # type: ignore[no-untyped-def]
+    """Add `count` exact values at an address."""
+    if 4 * spec.width != plan.value_pitch or number_bytes(spec.dtype) != 4:
+        as_floats(values, spec.dtype, count, spec.width, tile, plan.value_pitch)
+        values = tile
+    mix_floats(values, plan.value_pitch, count, weights, 4 * TILE, queries, plain, plan.value_pitch)
+
+
+@kernel_part()
+def _attend_exact(keys, values, count, position, row, head, q, queries, plan, limits, bias, softcap, scratch):  # type: ignore[no-untyped-def]
+    """Take in exact tokens, given as the addresses of their keys and values."""
+    stay_apart()
+    key_bytes = plan.key_spec.width * number_bytes(plan.key_spec.dtype)
+    value_bytes = plan.value_spec.width * number_bytes(plan.value_spec.dtype)
+    for first in range(0, count, TILE):
+        here = min(TILE, count - first)
+        _score_exact(
+            keys + first * key_bytes, here, plan.key_spec, plan, q, queries, scratch.scores, scratch.tile
+        )  # fmt: skip
+        if _update_softmax(scratch, plan, queries, here, position + first, row, head, limits, bias, softcap):
+            _mix_exact(
+                values + first * value_bytes, here, plan.value_spec, plan, scratch.scores, queries,
+                scratch.tile, scratch.plain,
+            )  # fmt: skip
+
+
+@kernel_part()
+def _attend_pages(
+    start, step, count, position, row, head, q, queries, plan, keys, values, extra, limits, bias, softcap, scratch
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Take in `count` encoded pages of `step` bytes, from the address of the first."""
+    stay_apart()
+    tokens, pitch = plan.key_spec.tokens, 4 * TILE
+    per_tile = TILE // tokens
+    for first in range(0, count, per_tile):
+        here, page = min(per_tile, count - first), start + first * step
+        if plan.key_spec.kind == KIND_EXACT:
+            for index in range(here):
+                _score_exact(
+                    page + index * step, tokens, plan.key_spec, plan, q, queries,
+                    scratch.scores + 4 * tokens * index, scratch.tile,
+                )  # fmt: skip
+        else:
+            call_kernel(
+                plan.score,
+                (page, step, here, keys, q, plan.q_pitch, queries, scratch.scores, pitch, scratch.work, extra),
+            )
+        at = position + first * tokens
+        if _update_softmax(scratch, plan, queries, here * tokens, at, row, head, limits, bias, softcap):
+            page += plan.key_spec.nbytes
+            if plan.value_spec.kind == KIND_EXACT:
+                for index in range(here):
+                    _mix_exact(
+                        page + index * step, tokens, plan.value_spec, plan, scratch.scores + 4 * tokens * index,
+                        queries, scratch.tile, scratch.plain,
+                    )  # fmt: skip
+            else:
+                call_kernel(
+                    plan.mix,
+                    (
+                        page, step, here, values, scratch.scores, pitch, queries,
+                        scratch.mix, plan.mix_pitch, scratch.base, scratch.work,
+                    ),
+                )  # fmt: skip
+
+
+@kernel_part()
+def _finish(scratch, plan, queries, state, out):  # type: ignore[no-untyped-def]
+    """A part's maxima and sums to `state` (Q, 2), its mix, still to be divided by the sums, to `out` (Q, dv)."""
+    stay_apart()
+    groups, group = plan.value_spec.groups, plan.value_spec.group
+    for i in range(queries):
+        state[i, 0] = load_float(scratch.highest + 4 * i)
+        state[i, 1] = load_float(scratch.totals + 4 * i)
+        mix, plain = scratch.mix + plan.mix_pitch * i, scratch.plain + plan.value_pitch * i
+        for c in range(out.shape[1]):
+            number = load_float(plain + 4 * c)
+            if groups > 0:
+                number += load_float(mix + 8 * c) + load_float(mix + 8 * c + 4)
+                number += load_float(scratch.base + 4 * (i * groups + c // group))
+            out[i, c] = number
+
+
+@kernel_part()
+def _carve(start, plan, queries):  # type: ignore[no-untyped-def]
+    """A part's scratch from a 64-byte aligned address on, as laid out by :func:`scratch_bytes`."""
+    scores = start
+    mix = scores + 4 * TILE * queries
+    plain = mix + plan.mix_pitch * queries
+    tile = plain + plan.value_pitch * queries
+    work = tile + TILE * max(plan.key_pitch, plan.value_pitch)
+    highest = work + (plan.work + 63) // 64 * 64
+    totals = highest + 4 * queries
+    return Scratch(scores, highest, totals, mix, totals + 4 * queries, plain, tile, work)
+
+
+def scratch_bytes(plan: Plan, queries: int) -> int:
+    numbers = queries * (4 * TILE + plan.mix_pitch + plan.value_pitch + 8 + 4 * plan.value_spec.groups)
+    return numbers + TILE * max(plan.key_pitch, plan.value_pitch) + plan.work + 192
+
+
+@kernel_part()
+def _attend_part(inputs, plan, row, head, run, runs, buffer, state, out):  # type: ignore[no-untyped-def]
+    """One run of tokens of one head."""
+    stay_apart()
+    h, capacity, step = inputs.pages.shape[1:]
+    queries, key_spec, value_spec = state.shape[0], plan.key_spec, plan.value_spec
+    scratch = _carve((address_of(buffer) + 63) // 64 * 64, plan, queries)
+    for i in range(queries):
+        store_float(scratch.highest + 4 * i, -np.float32(np.inf))
+        store_float(scratch.totals + 4 * i, np.float32(0))
+        for at in range(0, plan.mix_pitch, 4):
+            store_float(scratch.mix + plan.mix_pitch * i + at, np.float32(0))
+        for at in range(0, plan.value_pitch, 4):
+            store_float(scratch.plain + plan.value_pitch * i + at, np.float32(0))
+        for part in range(value_spec.groups):
+            store_float(scratch.base + 4 * (i * value_spec.groups + part), np.float32(0))
+    q = address_of(inputs.q) + plan.q_pitch * queries * (row * h + head)
+    limits, bias, softcap = inputs.limits, inputs.bias, inputs.softcap
+    key_bytes = key_spec.width * number_bytes(key_spec.dtype)
+    value_bytes = value_spec.width * number_bytes(value_spec.dtype)
+    sinks, pages = inputs.sink_counts[row], inputs.page_counts[row]
+    if run == 0:
+        _attend_exact(
+            address_of(inputs.sink_k[row, head]), address_of(inputs.sink_v[row, head]), sinks,
+            0, row, head, q, queries, plan, limits, bias, softcap, scratch,
+        )  # fmt: skip
+    first, last = pages * run // runs, pages * (run + 1) // runs
+    extra = inputs.extra.copy()
+    extra[0] = address_of(inputs.sketch[row, head])
+    _attend_pages(
+        address_of(inputs.pages) + ((row * h + head) * capacity + first) * step, step, last - first,
+        sinks + first * key_spec.tokens, row, head, q, queries, plan,
+        address_of(inputs.keys), address_of(inputs.values), address_of(extra), limits, bias, softcap, scratch,
+    )  # fmt: skip
+    if run == runs - 1:
+        start = inputs.window_starts[row]
+        _attend_exact(
+            address_of(inputs.window_k[row, head]) + start * key_bytes,
+            address_of(inputs.window_v[row, head]) + start * value_bytes, inputs.window_counts[row],
+            sinks + pages * key_spec.tokens, row, head, q, queries, plan, limits, bias, softcap, scratch,
+        )  # fmt: skip
+    _finish(scratch, plan, queries, state, out)
+
+
+@kernel()
+def attend_parts(counter, total, inputs, plan, room, states, mixes):  # type: ignore[no-untyped-def]
+    """Parts (row, head, run), counted in that order, as many as this thread gets.
+
+    states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv); `room` bytes of scratch a thread.
+    """
+    h, runs = states.shape[1:3]
+    buffer = np.empty(room, np.uint8)
+    part = take_next(counter)
+    while part < total:
+        row, head, run = part // (h * runs), part // runs % h, part % runs
+        _attend_part(
+            inputs, plan, row, head, run, runs, buffer, states[row, head, run], mixes[row, head, run]
+        )  # fmt: skip
+        part = take_next(counter)
+
+
+@kernel()
+def join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
+    """Join the runs of each head by log-sum-exp: out float32 (b, h, Q, dv). sink_logits (hq,) in log2, or empty."""
+    b, h, runs, count, dv = mixes.shape
+    weights = np.empty(runs, np.float32)
+    for row in range(b):
+        for head in range(h):
+            for i in range(count):
+                sink = sink_logits[(head * count + i) // s] if sink_logits.size > 0 else np.float32(-np.inf)
+                highest = sink
+                for run in range(runs):
+                    highest = max(highest, states[row, head, run, i, 0])
+                if highest == -np.inf:
+                    weights[:] = 0
+                    total = np.float32(1)
+                else:
+                    total = np.float32(2.0 ** (sink - highest))
+                    for run in range(runs):
+                        weights[run] = np.float32(2.0 ** (states[row, head, run, i, 0] - highest))
+                        total += weights[run] * states[row, head, run, i, 1]
+                for c in range(dv):
+                    mixed = np.float32(0)
+                    for run in range(runs):
+                        mixed += weights[run] * mixes[row, head, run, i, c]
+                    out[row, head, i, c] = mixed / total

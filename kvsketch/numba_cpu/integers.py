@@ -1,0 +1,177 @@
+"""Scores and weighted values of pages of integers: one pass over the bytes, for all queries of a head.
+
+Kernels work on addresses (:func:`kvsketch.numba_cpu._compile.compile_address`); pitches and steps are in bytes. Queries
+are taken :data:`kvsketch.numba_cpu.dots.QUERIES` at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsketch.layout import SideSpec, unit_bytes, unit_rows
+from kvsketch.numba_cpu._compile import inner
+from kvsketch.numba_cpu.coefficients import make_fold, padded
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_mix_block, make_score_block
+from kvsketch.numba_cpu.simd import load_float, load_long, load_word, store_float, store_word
+
+#: Most tokens that a kernel is given at a time; a whole number of pages of any size.
+TILE = 256
+#: Pages that are asked for ahead of their use.
+AHEAD = 8
+#: Bytes of what :func:`kvsketch.numba_cpu.coefficients.make_fold` finds, and where in them the constants are.
+RESULTS, CONSTANTS = 48, 32
+
+#: Where a kernel finds the fields of a side, in bytes from an int64 array of them.
+TOKENS, WIDTH, GROUP, GROUPS, ROWS, CODES, SCALE, ZERO = (
+    8 * SideSpec._fields.index(name)
+    for name in ("tokens", "width", "group", "groups", "rows", "codes", "scale", "zero")
+)
+_padded = inner(padded)
+
+
+def score_scratch(spec: SideSpec) -> int:
+    """Bytes that a score kernel works in."""
+    pages = TILE // spec.tokens
+    return pages * RESULTS + padded(spec.rows) * (2 * 2 + 2 * QUERIES * pages)
+
+
+def mix_scratch(spec: SideSpec) -> int:
+    """Bytes that a mix kernel works in."""
+    return spec.groups * (RESULTS + 2 * QUERIES * TILE)
+
+
+@inner
+def copy_padded(source, count, target, wide):  # type: ignore[no-untyped-def]
+    """Copy `count` 16-bit numbers and fill up with zeros to `wide`."""
+    for i in range(count):
+        store_word(target + 2 * i, load_word(source + 2 * i))
+    for i in range(count, wide):
+        store_word(target + 2 * i, 0)
+
+
+def for_query_counts(make: Any) -> Any:
+    """``run(queries, pitches, *arguments)`` made of ``make(count)`` for the counts up to :data:`QUERIES`.
+
+    Each is called as ``(*starts, *arguments)`` where the starts move on by the pitches, one block of queries after the
+    other; ``run`` takes pairs of a start and a pitch.
+    """
+    one, two, three, four = (make(count if count <= QUERIES else 1) for count in (1, 2, 3, 4))
+
+    @inner
+    def run(queries, first, first_pitch, second, second_pitch, arguments):  # type: ignore[no-untyped-def]
+        i = 0
+        while i < queries:
+            left = min(queries - i, QUERIES)
+            a, b = first + first_pitch * i, second + second_pitch * i
+            if left == 4:
+                four(i, a, first_pitch, b, second_pitch, *arguments)
+            elif left == 3:
+                three(i, a, first_pitch, b, second_pitch, *arguments)
+            elif left == 2:
+                two(i, a, first_pitch, b, second_pitch, *arguments)
+            else:
+                one(i, a, first_pitch, b, second_pitch, *arguments)
+            i += left
+
+    return run
+
+
+def make_score(bits: int, coefficients: str) -> Any:
+    """A kernel that scores `count` pages of keys, from the address of the first one's key side on.
+
+    Coefficients of all pages come first: what each waits for overlaps with the next one's work.
+    """
+    limit, midpoint = make_limit(bits, coefficients, signed=True), (2**bits - 1) / 2
+    size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
+
+    def make(queries: int) -> Any:
+        fold = make_fold(queries, coefficients, midpoint, signed=True)
+        score_block = make_score_block(bits, coefficients, queries)
+
+        @inner
+        def score_part(first, q, q_pitch, scores, pitch, page, step, count, part, spec, scratch):  # type: ignore[no-untyped-def]
+            rows, blocks = load_long(spec + ROWS), load_long(spec + GROUP) // 32
+            wide, units, most = _padded(rows), rows // depth, limit(rows)
+            ahead = AHEAD * step if first == 0 else 0
+            results, numbers = scratch, scratch + RESULTS * count
+            padding = numbers + 2 * QUERIES * wide * count
+            for index in range(count):
+                scales = page + index * step + load_long(spec + SCALE) + 2 * part * rows
+                zeros = page + index * step + load_long(spec + ZERO) + 2 * part * rows
+                if wide != rows:
+                    copy_padded(scales, rows, padding, wide)
+                    copy_padded(zeros, rows, padding + 2 * wide, wide)
+                    scales, zeros = padding, padding + 2 * wide
+                fold(
+                    q, q_pitch, scales, zeros, ahead, 1, 0, wide, most,
+                    numbers + size * wide * queries * index, size * wide, results + RESULTS * index,
+                )  # fmt: skip
+            for index in range(count):
+                codes = page + index * step + load_long(spec + CODES) + part * blocks * units * block_bytes
+                target = scores + 4 * (index * load_long(spec + TOKENS) + 32 * part * blocks)
+                at, found = numbers + size * wide * queries * index, results + RESULTS * index
+                for block in range(blocks):
+                    score_block(
+                        codes + block * units * block_bytes, ahead, units, at, size * wide, found, found + CONSTANTS,
+                        target + 128 * block, pitch,
+                    )  # fmt: skip
+
+        return score_part
+
+    score_parts = for_query_counts(make)
+
+    def score(page, step, count, spec, q, q_pitch, queries, scores, pitch, scratch, _sketches):  # type: ignore[no-untyped-def]
+        for part in range(load_long(spec + GROUPS)):
+            score_parts(queries, q, q_pitch, scores, pitch, (page, step, count, part, spec, scratch))
+
+    return score
+
+
+def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
+    """A kernel that adds `count` pages of values, from the address of the first one's value side on.
+
+    `shared`: the channels of a block of 32 are all in one group.
+    """
+    limit, midpoint = make_limit(bits, coefficients, signed=False), (2**bits - 1) / 2
+    size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
+
+    def make(queries: int) -> Any:
+        fold = make_fold(queries, coefficients, midpoint, signed=False)
+        mix_block = make_mix_block(bits, coefficients, queries, shared)
+
+        @inner
+        def mix_part(first, weights, weight_pitch, target, pitch, page, step, count, spec, base, scratch):  # type: ignore[no-untyped-def]
+            tokens, group, groups = load_long(spec + TOKENS), load_long(spec + GROUP), load_long(spec + GROUPS)
+            units, row = tokens // depth, size * count * tokens
+            ahead = count * step if first == 0 else 0
+            most, numbers = limit(count * tokens), scratch + RESULTS * groups
+            for part in range(groups):
+                scales = page + load_long(spec + SCALE) + 2 * part * tokens
+                zeros = page + load_long(spec + ZERO) + 2 * part * tokens
+                results = scratch + RESULTS * part
+                fold(
+                    weights, weight_pitch, scales, zeros, ahead, count, step, tokens, most,
+                    numbers + row * queries * part, row, results,
+                )  # fmt: skip
+                for i in range(queries):
+                    at = base + 4 * ((first + i) * groups + part)
+                    store_float(at, load_float(at) + load_float(results + CONSTANTS + 4 * i))
+            for block in range((load_long(spec + WIDTH) + 31) // 32):
+                codes = page + load_long(spec + CODES) + block * units * block_bytes
+                g0, g1 = min(32 * block // group, groups - 1), min((32 * block + 8) // group, groups - 1)
+                g2, g3 = min((32 * block + 16) // group, groups - 1), min((32 * block + 24) // group, groups - 1)
+                wide = row * queries
+                at = (numbers + wide * g0, numbers + wide * g1, numbers + wide * g2, numbers + wide * g3)
+                factors = (
+                    scratch + RESULTS * g0, scratch + RESULTS * g1, scratch + RESULTS * g2, scratch + RESULTS * g3,
+                )  # fmt: skip
+                mix_block(codes, ahead, count, step, units, at, row, factors, 4, target + 256 * block, pitch)
+
+        return mix_part
+
+    mix_parts = for_query_counts(make)
+
+    def mix(page, step, count, spec, weights, weight_pitch, queries, target, pitch, base, scratch):  # type: ignore[no-untyped-def]
+        mix_parts(queries, weights, weight_pitch, target, pitch, (page, step, count, spec, base, scratch))
+
+    return mix

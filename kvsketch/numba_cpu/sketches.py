@@ -1,0 +1,202 @@
+"""Scores of pages of sign sketches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvsketch.layout import SideSpec
+from kvsketch.numba_cpu._compile import inner
+from kvsketch.numba_cpu.coefficients import make_fold, padded
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_score_block
+from kvsketch.numba_cpu.integers import AHEAD, CONSTANTS, RESULTS, TOKENS, for_query_counts
+from kvsketch.numba_cpu.simd import (
+    LANES,
+    load_byte,
+    load_float,
+    load_floats,
+    load_halves,
+    load_long,
+    load_word,
+    multiply_add,
+    splat,
+    store_float,
+    store_floats,
+    store_word,
+)
+
+(CODES, M, NORMS, OUTLIERS, OUTLIER_M, OUTLIER_CODES, OUTLIER_NORMS, CHANNELS, CHANNEL_BYTES) = (
+    8 * SideSpec._fields.index(name)
+    for name in (
+        *("codes", "m", "norms", "outliers", "outlier_m"),
+        *("outlier_codes", "outlier_norms", "channels", "channel_bytes"),
+    )
+)
+_padded = inner(padded)
+#: What a score kernel needs beside the queries, in bytes from an int64 array: addresses (row by row float32, pitches in
+#: bytes) of S q, of S transposed and of that of the outlier channels, and of the estimates' two factors c/m.
+SKETCH, SKETCH_PITCH, TABLE, TABLE_PITCH, OUTLIER_TABLE, OUTLIER_PITCH, FACTORS = range(0, 56, 8)
+
+
+def sketch_scratch(spec: SideSpec, queries: int) -> int:
+    """Bytes that a sketch score kernel works in."""
+    wide, outlier_wide = padded(spec.m), padded(spec.outlier_m)
+    blocks = (queries + QUERIES - 1) // QUERIES
+    return max(wide, outlier_wide) * (2 * 2 + 4 * queries) + 2 * queries * (wide + outlier_wide) + (
+        2 * RESULTS * blocks + 128 * QUERIES)  # fmt: skip
+
+
+@inner
+def _channel(page, spec, j):  # type: ignore[no-untyped-def]
+    """Outlier channel j of a page."""
+    if load_long(spec + CHANNEL_BYTES) == 1:
+        return np.intp(load_byte(page + load_long(spec + CHANNELS) + j))
+    return np.intp(load_word(page + load_long(spec + CHANNELS) + 2 * j))
+
+
+@inner
+def _same_channels(page, other, spec):  # type: ignore[no-untyped-def]
+    """Whether two pages split off the same channels."""
+    same = True
+    for j in range(load_long(spec + OUTLIERS)):
+        same = same and _channel(page, spec, j) == _channel(other, spec, j)
+    return same
+
+
+@inner
+def _add_channels(page, spec, q, sign, table, table_pitch, count, target):  # type: ignore[no-untyped-def]
+    """Add sign * S q of a page's outlier channels alone to `count` numbers; `table` is S transposed."""
+    for j in range(load_long(spec + OUTLIERS)):
+        c = _channel(page, spec, j)
+        row, weight = table + table_pitch * c, splat(sign * load_float(q + 4 * c))
+        for r in range(0, count, LANES):
+            store_floats(
+                target + 4 * r, multiply_add(load_floats(row + 4 * r), weight, load_floats(target + 4 * r))
+            )  # fmt: skip
+
+
+@inner
+def _write_ones(target, wide):  # type: ignore[no-untyped-def]
+    """`wide` scales of 1, then as many zeros of -1/2."""
+    for i in range(wide):
+        store_word(target + 2 * i, 0x3C00)
+        store_word(target + 2 * (wide + i), 0xB800)
+
+
+@inner
+def _fill(target, count, number):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        store_float(target + 4 * i, number)
+
+
+@inner
+def _copy(source, count, target, wide):  # type: ignore[no-untyped-def]
+    for i in range(0, count, LANES):
+        store_floats(target + 4 * i, load_floats(source + 4 * i))
+    _fill(target + 4 * count, wide - count, np.float32(0))
+
+
+@inner
+def _weigh_by_norms(norms, sums, queries, scores, pitch, first):  # type: ignore[no-untyped-def]
+    """Scores of 32 tokens: their float16 norms times `sums`, added to what is there unless this is the first part."""
+    for t in range(0, 32, LANES):
+        norm = load_halves(norms + 2 * t)
+        for i in range(queries):
+            number, target = norm * load_floats(sums + 128 * i + 4 * t), scores + pitch * i + 4 * t
+            store_floats(target, number if first else number + load_floats(target))
+
+
+def make_sketch_score(coefficients: str) -> Any:
+    """A kernel that scores `count` pages of sketched keys, from the address of the first one's key side on."""
+    limit, size = make_limit(1, coefficients, signed=True), COEFFICIENT_BYTES[coefficients] // 8
+
+    def make_fold_part(queries: int) -> Any:
+        # A sign is 2*bit - 1: a code whose scale is 2 and whose zero is -1, or with the midpoint 0.
+        fold = make_fold(queries, coefficients, 0.5, signed=True)
+
+        @inner
+        def fold_part(first, sketches, pitch, numbers, number_pitch, ones, wide, most, estimate, results):  # type: ignore[no-untyped-def]
+            at = results + RESULTS // QUERIES * first
+            fold(sketches, pitch, ones, ones + 2 * wide, 0, 1, 0, wide, most, numbers, number_pitch, at)
+            for i in range(queries):
+                store_float(at + 4 * i, np.float32(2) * estimate * load_float(at + 4 * i))
+                store_float(at + CONSTANTS + 4 * i, np.float32(2) * estimate * load_float(at + CONSTANTS + 4 * i))
+
+        return fold_part
+
+    def make_score_part(queries: int) -> Any:
+        score_block = make_score_block(1, coefficients, queries)
+
+        @inner
+        def score_part(first, numbers, number_pitch, scores, pitch, codes, ahead, units, norms, results, sums, plain):  # type: ignore[no-untyped-def]
+            at = results + RESULTS // QUERIES * first
+            score_block(codes, ahead if first == 0 else 0, units, numbers, number_pitch, at, at + CONSTANTS, sums, 128)
+            _weigh_by_norms(norms, sums, queries, scores, pitch, plain)
+
+        return score_part
+
+    fold_parts, score_parts = for_query_counts(make_fold_part), for_query_counts(make_score_part)
+
+    @inner
+    def fold_main(page, spec, q, q_pitch, queries, folded, numbers, rows, wide, ones, results, extra):  # type: ignore[no-untyped-def]
+        for i in range(queries):
+            target = folded + 4 * wide * i
+            _copy(load_long(extra + SKETCH) + load_long(extra + SKETCH_PITCH) * i, rows, target, wide)
+            table, table_pitch = load_long(extra + TABLE), load_long(extra + TABLE_PITCH)
+            _add_channels(page, spec, q + q_pitch * i, np.float32(-1), table, table_pitch, rows, target)
+        estimate = load_float(load_long(extra + FACTORS))
+        fold_parts(
+            queries, folded, 4 * wide, numbers, size * wide, (ones, wide, limit(rows), estimate, results)
+        )  # fmt: skip
+
+    @inner
+    def fold_outliers(page, spec, q, q_pitch, queries, folded, numbers, rows, wide, ones, results, extra):  # type: ignore[no-untyped-def]
+        for i in range(queries):
+            target = folded + 4 * wide * i
+            _fill(target, wide, np.float32(0))
+            table, table_pitch = load_long(extra + OUTLIER_TABLE), load_long(extra + OUTLIER_PITCH)
+            _add_channels(page, spec, q + q_pitch * i, np.float32(1), table, table_pitch, rows, target)
+        estimate = load_float(load_long(extra + FACTORS) + 4)
+        fold_parts(
+            queries, folded, 4 * wide, numbers, size * wide, (ones, wide, limit(rows), estimate, results)
+        )  # fmt: skip
+
+    def score(page, step, count, spec, q, q_pitch, queries, scores, pitch, scratch, extra):  # type: ignore[no-untyped-def]
+        outliers, rows = load_long(spec + OUTLIERS), (load_long(spec + M) + 15) // 16 * 16
+        outlier_rows = (load_long(spec + OUTLIER_M) + 15) // 16 * 16
+        wide, outlier_wide = _padded(rows), _padded(outlier_rows)
+        results = scratch
+        outlier_results = results + RESULTS * ((queries + QUERIES - 1) // QUERIES)
+        sums = outlier_results + RESULTS * ((queries + QUERIES - 1) // QUERIES)
+        numbers = sums + 128 * QUERIES
+        outlier_numbers = numbers + size * wide * queries
+        ones = outlier_numbers + size * outlier_wide * queries
+        folded = ones + 4 * max(wide, outlier_wide)
+        folded_for = page
+        for index in range(count):
+            if index == 0 or (outliers > 0 and not _same_channels(page, folded_for, spec)):
+                folded_for = page
+                _write_ones(ones, wide)
+                fold_main(page, spec, q, q_pitch, queries, folded, numbers, rows, wide, ones, results, extra)
+                if outliers > 0:
+                    _write_ones(ones, outlier_wide)
+                    fold_outliers(
+                        page, spec, q, q_pitch, queries, folded, outlier_numbers, outlier_rows, outlier_wide, ones,
+                        outlier_results, extra,
+                    )  # fmt: skip
+            codes, norms = page + load_long(spec + CODES), page + load_long(spec + NORMS)
+            score_parts(
+                queries, numbers, size * wide, scores, pitch,
+                (codes, AHEAD * step, rows // 16, norms, results, sums, True),
+            )  # fmt: skip
+            if outliers > 0:
+                codes, norms = page + load_long(spec + OUTLIER_CODES), page + load_long(spec + OUTLIER_NORMS)
+                score_parts(
+                    queries, outlier_numbers, size * outlier_wide, scores, pitch,
+                    (codes, AHEAD * step, outlier_rows // 16, norms, outlier_results, sums, False),
+                )  # fmt: skip
+            page += step
+            scores += 4 * load_long(spec + TOKENS)
+
+    return score
