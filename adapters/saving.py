@@ -99,6 +99,7 @@ def _fill_store(
         raise ValueError(
             f"{path} holds {saved.settings} for {layer.store.name}, its method says {layer.store.settings}"
         )
+    saved.coefficients = layer.store.coefficients
     layer.store = saved
     layer.is_initialized = not saved.is_empty
 

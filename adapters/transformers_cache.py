@@ -73,6 +73,7 @@ class CompressedCache(transformers.Cache):
         max_tokens: int | None = None,
         checked: bool = True,
         engine: str | None = None,
+        coefficients: str = "int16",
     ) -> CompressedCache:
         """An empty cache for `model`, whose attention implementation is set to ``"kvsketch"``.
 
@@ -92,6 +93,8 @@ class CompressedCache(transformers.Cache):
             Look for NaN and infinity in every key and value, and raise naming the layer.
         engine
             Engine of every operation; None takes the fastest.
+        coefficients
+            ``"int16"``, or ``"int8"``: faster and coarser; see :func:`kvsketch.attention.attend`.
 
         Raises
         ------
@@ -106,6 +109,7 @@ class CompressedCache(transformers.Cache):
             "max_tokens": max_tokens,
             "checked": checked,
             "engine": engine,
+            "coefficients": coefficients,
         }
         config = decoder_config(model)
         stores = {}

@@ -77,14 +77,8 @@ def attend(
     -------
     (b, hq, s, dv) in the dtype of `q`; zeros for a query that sees nothing.
     """
-    xp = namespace(q)
-    check_float("q", q)
-    check_ndim("q", q, "(b, hq, s, d)")
-    b, hq, s, d = q.shape
-    rows, h = view.pages.shape[:2]
-    if d != view.layout.keys.width or b != rows:
-        raise ValueError(f"q must have shape ({rows}, hq, s, {view.layout.keys.width}), got {tuple(q.shape)}")
-    check_gqa(hq, h)
+    check_queries(q, view)
+    b, hq, s, _ = q.shape
     for side, arrays in ((view.layout.keys, ("sink_k", "window_k")), (view.layout.values, ("sink_v", "window_v"))):
         for name in arrays:
             if getattr(view, name).dtype != FLOAT_DTYPES[side.dtype]:
@@ -92,18 +86,7 @@ def attend(
                     f"view.{name} has dtype {getattr(view, name).dtype}, but the layout is for {side.dtype}; make the "
                     "layout with the dtype of the exact tokens"
                 )
-    if scale is None:
-        scale = 1 / math.sqrt(d)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}; leave it out for none")
-    if sink_logits is not None and tuple(sink_logits.shape) != (hq,):
-        raise ValueError(f"sink_logits must have shape ({hq},), got {tuple(sink_logits.shape)}")
-    check_choice("coefficients", coefficients, COEFFICIENTS)
-    if limits is None:
-        limits = view.lengths[:, None]
-        if s != 1:
-            limits = xp.clip(limits + xp.arange(1 - s, 1), 0, None)
-    elif tuple(limits.shape) != (b, s):
+    if limits is not None and tuple(limits.shape) != (b, s):
         raise ValueError(f"limits must have shape ({b}, {s}), got {tuple(limits.shape)}")
     if bias is not None:
         longest = int(view.lengths.max()) if b else 0
@@ -115,6 +98,45 @@ def attend(
             or bias.shape[3] < longest
         ):
             raise ValueError(f"bias must have shape ({b}, 1 or {hq}, {s}, n >= {longest}), got {tuple(bias.shape)}")
+    return attend_checked(q, view, limits, bias, scale, softcap, sink_logits, coefficients, engine)
+
+
+def check_queries(q: Any, view: CacheView) -> None:
+    """Raise unless q (b, hq, s, d) fits what `view` holds."""
+    check_float("q", q)
+    check_ndim("q", q, "(b, hq, s, d)")
+    b, hq, _, d = q.shape
+    rows, h = view.pages.shape[:2]
+    if d != view.layout.keys.width or b != rows:
+        raise ValueError(f"q must have shape ({rows}, hq, s, {view.layout.keys.width}), got {tuple(q.shape)}")
+    check_gqa(hq, h)
+
+
+def attend_checked(
+    q: Any,
+    view: CacheView,
+    limits: Any,
+    bias: Any,
+    scale: float | None,
+    softcap: float | None,
+    sink_logits: Any,
+    coefficients: str,
+    engine: str | None,
+) -> Any:
+    """:func:`attend` of arrays that are known to fit together; what is no array is still looked at."""
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[3])
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}; leave it out for none")
+    if sink_logits is not None and tuple(sink_logits.shape) != (q.shape[1],):
+        raise ValueError(f"sink_logits must have shape ({q.shape[1]},), got {tuple(sink_logits.shape)}")
+    if coefficients not in COEFFICIENTS:
+        check_choice("coefficients", coefficients, COEFFICIENTS)
+    if limits is None:
+        limits, s = view.lengths[:, None], q.shape[2]
+        if s != 1:
+            xp = namespace(q)
+            limits = xp.clip(limits + xp.arange(1 - s, 1), 0, None)
     run = implementation("attention.attend", q, engine=engine)
     return run(
         q,

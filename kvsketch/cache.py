@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvsketch import attention
-from kvsketch._checks import check_integer, check_ndim
+from kvsketch._checks import check_choice, check_integer, check_ndim
 from kvsketch._contents import CacheSizes, Contents, due_pages, new_contents
 from kvsketch._dispatch import ENGINES, namespace
 from kvsketch._token_checks import cast_tokens, check_finite, check_tokens, float_dtype
@@ -54,6 +54,9 @@ class Cache(CacheSizes):
         How errors call this cache.
     engine
         The engine for all operations; by default the fastest there is.
+    coefficients
+        What :meth:`attend` may round to, ``"int16"`` or the faster and coarser ``"int8"``; see
+        :func:`kvsketch.attention.attend`.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Cache(CacheSizes):
         checked: bool = True,
         name: str = "cache",
         engine: str | None = None,
+        coefficients: str = "int16",
     ) -> None:
         self.settings = LayerSettings(keys, values, residual_length, sink_tokens)
         self.exact_dtype = None if exact_dtype is None else float_dtype("exact_dtype", exact_dtype)
@@ -78,6 +82,8 @@ class Cache(CacheSizes):
         self.checked = bool(checked)
         self.name = str(name)
         self.engine = engine
+        check_choice("coefficients", coefficients, attention.COEFFICIENTS)
+        self.coefficients = coefficients
         self._contents: Contents | None = None
 
     # -- growing ------------------------------------------------------------------------------------------------------
@@ -156,6 +162,7 @@ class Cache(CacheSizes):
         scale: float | None = None,
         softcap: float | None = None,
         sink_logits: Any = None,
+        coefficients: str | None = None,
     ) -> Any:
         """Attention of the newest s positions, which were appended before, over the cache.
 
@@ -168,6 +175,8 @@ class Cache(CacheSizes):
             with padding.
         scale, softcap, sink_logits
             See :func:`kvsketch.attention.attend`.
+        coefficients
+            By default the cache's own.
 
         Returns
         -------
@@ -181,15 +190,18 @@ class Cache(CacheSizes):
             raise ValueError(f"q has {s} positions but the cache holds {positions.length}; append their keys first")
         limits = positions.limits(s, contents.lengths)
         bias = None if mask is None else positions.bias(mask, s, hq)
-        return attention.attend(
+        view = self._view(contents)
+        attention.check_queries(q, view)
+        return attention.attend_checked(
             q,
-            self._view(contents),
-            limits=None if limits is None else namespace(q).asarray(limits),
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            sink_logits=sink_logits,
-            engine=self.engine,
+            view,
+            None if limits is None else namespace(q).asarray(limits),
+            bias,
+            scale,
+            softcap,
+            sink_logits,
+            coefficients or self.coefficients,
+            self.engine,
         )
 
     def decode(self, row: int) -> tuple[Any, Any]:

@@ -13,12 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
+from kvsketch.attention import COEFFICIENTS
 from kvsketch.console import (
     DTYPES,
     at_least,
     fail,
     load_language_model,
     note_length,
+    one_of,
     parse_method,
     preparing,
     print_results,
@@ -43,6 +45,9 @@ ModelOption = Annotated[
     str, typer.Option(help="smollm2 (SmolLM2-135M-Instruct, from a package), a local directory or a hub name.")
 ]
 DtypeOption = Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")]
+CoefficientsOption = Annotated[
+    str, typer.Option(help="What attention may round to: int16, or int8, which is faster and coarser.")
+]
 ThreadsOption = Annotated[int | None, typer.Option(help="Threads to compute with. [default: torch's choice]")]
 ResidualOption = Annotated[
     int | None, typer.Option(help="Newest tokens kept exact. [default: the method's own, 32 or 128]")
@@ -63,6 +68,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     residual_length: ResidualOption = None,
     sink_tokens: SinkOption = None,
+    coefficients: CoefficientsOption = "int16",
     threads: ThreadsOption = None,
     dtype: DtypeOption = "float32",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt instead of answering it as a chat.")] = False,
@@ -71,14 +77,15 @@ def generate(
     if not prompt.strip():
         fail("PROMPT is empty; give a question or a text")
     at_least(1, "--max-new-tokens", max_new_tokens)
+    one_of(COEFFICIENTS, "--coefficients", coefficients)
     chosen = parse_method("--method", method, residual_length, sink_tokens)
     language_model, tokenizer = load_language_model(model, dtype, threads)
     from kvsketch.adapters.transformers_cache import CompressedCache
     from kvsketch.evaluation import cache_argument, warm_up
 
     with preparing(chosen), user_errors("--method"):
-        warm_up(language_model, chosen)
-    cache = CompressedCache.for_model(language_model, chosen)
+        warm_up(language_model, chosen, coefficients)
+    cache = CompressedCache.for_model(language_model, chosen, coefficients=coefficients)
     if raw or tokenizer.chat_template is None:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     else:
@@ -172,6 +179,7 @@ def compare(
     sink_tokens: SinkOption = None,
     windows: Annotated[int, typer.Option(help="Windows of text, one after the other from its beginning.")] = 1,
     baseline: Annotated[bool, typer.Option("--baseline", help="Add a row for transformers' own dense cache.")] = False,
+    coefficients: CoefficientsOption = "int16",
     threads: ThreadsOption = None,
     dtype: DtypeOption = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
@@ -184,6 +192,7 @@ def compare(
     at_least(1, "--prompt-tokens", prompt_tokens)
     at_least(1, "--score-tokens", score_tokens)
     at_least(1, "--windows", windows)
+    one_of(COEFFICIENTS, "--coefficients", coefficients)
     for option, file in (("--json", json_file), ("--report", report)):
         writable(option, file)
     chosen = [parse_method("--methods", name, residual_length, sink_tokens) for name in split_methods(methods)]
@@ -199,11 +208,17 @@ def compare(
             preparing(method),
             user_errors(f"--methods {method.name}"),
         ):
-            warm_up(language_model, method)
+            warm_up(language_model, method, coefficients)
     note_length(language_model, prompt_tokens + score_tokens)
     with progress_bar() as progress, user_errors("--model"):
         results = compare_methods(
-            language_model, ids, chosen, prompt_tokens=prompt_tokens, baseline=baseline, progress=progress
+            language_model,
+            ids,
+            chosen,
+            prompt_tokens=prompt_tokens,
+            baseline=baseline,
+            coefficients=coefficients,
+            progress=progress,
         )
     setting = {"model": model, "text": source, "dtype": dtype, "prompt_tokens": prompt_tokens} | {
         "score_tokens": score_tokens,

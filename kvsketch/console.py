@@ -54,6 +54,12 @@ def at_least(low: int, option: str, value: int | None) -> None:
         fail(f"{option} must be at least {low}, got {value}")
 
 
+def one_of(choices: Sequence[str], option: str, value: str) -> None:
+    """Fail unless `value` is one of `choices`."""
+    if value not in choices:
+        fail(f"{option} must be {' or '.join(choices)}, got {value!r}")
+
+
 def split_methods(text: str) -> list[str]:
     """The methods named in `text`, with commas between; the commas inside a spelled-out method stay where they are.
 

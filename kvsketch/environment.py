@@ -23,7 +23,7 @@ def describe_environment() -> dict[str, dict[str, str]]:
         "versions": {"python": platform.python_version(), "system": platform.platform()}
         | {name: _version(name) for name in PACKAGES},
         "engines": {library: _engines(library, engines) for library, engines in ENGINES.items()},
-        "devices": {"cpu": _cpu(), "gpu": _gpus()},
+        "devices": {"cpu": _cpu(), "numba_cpu": _tier(), "gpu": _gpus()},
         "threads": _threads(),
         "kernel caches": {"numba_cpu": _kernel_cache()},
     }
@@ -61,6 +61,12 @@ def _cpu() -> str:
     features = llvm.get_host_cpu_features()
     vectors = [name for name in ("avx2", "avx512f", "avx512vnni", "neon", "sve") if features.get(name)]
     return f"{llvm.get_host_cpu_name()} ({', '.join(vectors) or 'no vector extension known'})"
+
+
+def _tier() -> str:
+    from kvsketch.numba_cpu._tiers import TIER, VARIABLE, VECTOR_BYTES
+
+    return f"{TIER} kernels, vectors of {8 * VECTOR_BYTES} bits ({VARIABLE} names a lower tier)"
 
 
 def _gpus() -> str:

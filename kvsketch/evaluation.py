@@ -103,13 +103,15 @@ def compare_methods(
     *,
     prompt_tokens: int,
     baseline: bool = False,
+    coefficients: str = "int16",
     progress: Progress = lambda description, completed, total: None,
 ) -> list[Result]:
     """Measure each of `methods` with `model` on `windows` of tokens (1, n), n > prompt_tokens + 1.
 
     With `baseline` the first row is transformers' dense cache, named ``"transformers"``. `progress` is called with a
     description, the work done and, where known, the work to do. Decode steps are timed after the last window, at the
-    length of a whole window. The model is left with the attention that it came with.
+    length of a whole window. `coefficients` is what attention may round to. The model is left with the attention that
+    it came with.
     """
     scores = {name: _Score() for name in (BASELINE, *(m.name for m in methods))}
     own_attention = model.config._attn_implementation
@@ -117,7 +119,9 @@ def compare_methods(
         with torch.inference_mode():
             for number, window in enumerate(windows, 1):
                 title = f"window {number}/{len(windows)}"
-                runs = _start_runs(model, window[:, :prompt_tokens], methods, own_attention, title, progress)
+                runs = _start_runs(
+                    model, window[:, :prompt_tokens], methods, coefficients, own_attention, title, progress
+                )
                 _score_window(model, window[:, prompt_tokens:], runs, scores, title, progress)
             measured = runs if baseline else runs[1:]
             steps = _measure_steps(model, measured, windows[-1], own_attention, progress)
@@ -127,7 +131,7 @@ def compare_methods(
     return [_result(run, scores[run.name], exact_perplexity, steps) for run in measured]
 
 
-def warm_up(model: Any, method: Method) -> None:
+def warm_up(model: Any, method: Method, coefficients: str = "int16") -> None:
     """Fill and read a cache that is thrown away, so that the kernels of `method` are compiled afterwards.
 
     The model keeps its attention. Raises ValueError, at the price of a few short forwards, when the method does not fit
@@ -142,7 +146,7 @@ def warm_up(model: Any, method: Method) -> None:
     ids = torch.arange(tokens)[None] % config.vocab_size
     own_attention = model.config._attn_implementation
     try:
-        cache = CompressedCache.for_model(model, method)
+        cache = CompressedCache.for_model(model, method, coefficients=coefficients)
         with torch.inference_mode():
             for chunk in (ids[:, :-3], ids[:, -3:-1], ids[:, -1:]):
                 read_tokens(model, chunk, cache, last_only=True)
@@ -223,7 +227,13 @@ def cache_argument(model: Any) -> str:
 
 
 def _start_runs(
-    model: Any, prompt: torch.Tensor, methods: Sequence[Method], own_attention: str, title: str, progress: Progress
+    model: Any,
+    prompt: torch.Tensor,
+    methods: Sequence[Method],
+    coefficients: str,
+    own_attention: str,
+    title: str,
+    progress: Progress,
 ) -> list[_Run]:
     """Prefill `prompt` once, exactly; compress the dense cache by each method. The dense run comes first."""
     from kvsketch.adapters.transformers_cache import CompressedCache
@@ -235,7 +245,7 @@ def _start_runs(
     runs = [_Run(BASELINE, dense, own_attention)]
     for number, method in enumerate(methods):
         progress(f"{title}: compressing by {method.name}", number, len(methods))
-        cache = CompressedCache.from_dense(model, dense, method)
+        cache = CompressedCache.from_dense(model, dense, method, coefficients=coefficients)
         runs.append(_Run(method.name, cache, model.config._attn_implementation))
     return runs
 

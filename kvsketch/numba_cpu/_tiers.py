@@ -17,6 +17,7 @@ from numba.core.registry import cpu_target
 VARIABLE = "KVSKETCH_CPU_TIER"
 #: Bytes of a vector in each tier, best first.
 TIERS = {"avx512-vnni": 64, "avx2": 32, "generic": 16}
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 #: LLVM's names of what a tier needs.
 _NEEDS = {"avx512-vnni": ("avx512bw", "avx512vl", "avx512vnni", "f16c", "fma"), "avx2": ("avx2", "f16c", "fma")}
 #: An x86-64 processor that has a tier's instructions and no more.
@@ -34,10 +35,6 @@ def best_tier(features: set[str]) -> str:
     return next((tier for tier, needs in _NEEDS.items() if features.issuperset(needs)), "generic")
 
 
-def _is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
-
-
 def _choose() -> str:
     """The tier of this process, after telling Numba to compile for it where it is not the machine's own."""
     machine = best_tier({name for name, has in llvm.get_host_cpu_features().items() if has})
@@ -51,7 +48,7 @@ def _choose() -> str:
     order = list(TIERS)
     if order.index(wanted) < order.index(machine):
         raise ValueError(f"{VARIABLE}={wanted}, but the best that this machine can run is {machine}")
-    if wanted != machine and _is_x86():
+    if wanted != machine and IS_X86:
         config.CPU_NAME, config.CPU_FEATURES = _OLDER_PROCESSOR[wanted], ""
         if _compiled_for()[1] != _OLDER_PROCESSOR[wanted]:
             raise RuntimeError(
@@ -65,4 +62,4 @@ def _choose() -> str:
 TIER = _choose()
 VECTOR_BYTES = TIERS[TIER]
 #: Whether the processor compiled for converts float16 itself; LLVM calls a routine that Numba does not link elsewhere.
-HAS_FLOAT16 = TIER != "generic" or not _is_x86()
+HAS_FLOAT16 = TIER != "generic" or not IS_X86

@@ -6,18 +6,19 @@ split depends on the shapes alone, so results do not depend on the number of thr
 
 from __future__ import annotations
 
+from ctypes import addressof, c_char
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvsketch.attention import CacheView
 from kvsketch.layout import KIND_EXACT, KIND_INTS, KIND_SKETCH, LANES, PageLayout, SideLayout
 from kvsketch.numba_cpu import integers, simd, sketches
-from kvsketch.numba_cpu._compile import compile_address, writable
-from kvsketch.numba_cpu._threads import run_parts
+from kvsketch.numba_cpu._compile import compile_address
+from kvsketch.numba_cpu._threads import get_num_threads, run_parts
 from kvsketch.numba_cpu.coefficients import padded
-from kvsketch.numba_cpu.fused import Inputs, Plan, attend_parts, join_parts, scratch_bytes
+from kvsketch.numba_cpu.fused import EXTRA, Inputs, Plan, attend_parts, join_parts, scratch_bytes
 from kvsketch.numba_cpu.softmax import LOG2E
 from kvsketch.reference import attention as reference
 from kvsketch.reference.pages import projections
@@ -29,9 +30,8 @@ THREADED_WORK = 1 << 21
 #: With more query rows than this on a key/value head, tiles are decoded once and multiplied by a matrix product.
 FUSED_QUERIES = 128
 
-_NO_BIAS = np.zeros((0, 0, 0, 0), np.float32)
 _NO_LOGITS = np.zeros(0, np.float32)
-_NO_TABLES = (*(np.zeros((0, 0), np.float32),) * 2, np.zeros(2, np.float32))
+_LATER = np.zeros((0, 0, 0, 0), np.float32)
 
 
 @lru_cache(maxsize=64)
@@ -48,8 +48,20 @@ def _mix_kernel(bits: int, coefficients: str, shared: bool) -> int:
     return compile_address(integers.make_mix(bits, coefficients, shared), f"{bits}-{coefficients}-{shared}")
 
 
+class Prepared(NamedTuple):
+    """What a layout and a number of queries need at every step."""
+
+    plan: Plan
+    room: int  #: bytes of scratch a thread
+    keys: int  #: address of the fields of the key side
+    values: int  #: of those of the value side
+    extra: int  #: of what the sketch kernel needs
+    tables: tuple[Any, Any, Any] | None  #: of sketched keys
+    kept: list[Any]  #: the arrays at those addresses
+
+
 @lru_cache(maxsize=256)
-def _make_plan(layout: PageLayout, queries: int, coefficients: str) -> Plan:
+def _prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
     keys, values = layout.keys.spec, layout.values.spec
     score = mix = work = 0
     if keys.kind != KIND_EXACT:
@@ -62,13 +74,16 @@ def _make_plan(layout: PageLayout, queries: int, coefficients: str) -> Plan:
         work = max(work, integers.mix_scratch(values))
     key_pitch, value_pitch = (4 * _round_up(spec.width, simd.LANES) for spec in (keys, values))
     mix_pitch = 8 * _round_up(values.width, LANES) if values.kind == KIND_INTS else 0
-    return Plan(keys, values, score, mix, work, 4 * padded(keys.width), key_pitch, value_pitch, mix_pitch)
-
-
-@lru_cache(maxsize=256)
-def _fields(side: SideLayout) -> Any:
-    """The numbers of a side as kernels find them."""
-    return np.array(side.spec, np.int64)
+    plan = Plan(keys, values, score, mix, work, 4 * padded(keys.width), key_pitch, value_pitch, mix_pitch)
+    tables, extra = None, np.zeros(EXTRA, np.int64)
+    if keys.kind == KIND_SKETCH:
+        tables = _padded_projections(layout.keys)
+        # S q itself comes first; the kernel fills in a head's.
+        pitches = [4 * table.shape[1] for table in tables[:2]]
+        extra[1:] = [pitches[0], _address(tables[0]), pitches[0], _address(tables[1]), pitches[1], _address(tables[2])]
+    kept = [np.array(keys, np.int64), np.array(values, np.int64), extra]
+    at = [_address(x) for x in kept]
+    return Prepared(plan, scratch_bytes(plan, queries), at[0], at[1], at[2], tables, kept)
 
 
 def attend(
@@ -83,7 +98,8 @@ def attend(
     coefficients: str,
 ) -> Any:
     b, hq, s, d = q.shape
-    h, dv = view.pages.shape[1], view.layout.values.width
+    _, h, capacity, step = view.pages.shape
+    dv = view.layout.values.width
     count = hq // h * s
     if count > FUSED_QUERIES:
         return reference.attend(
@@ -92,64 +108,50 @@ def attend(
         )  # fmt: skip
     if b * count == 0:
         return np.zeros((b, hq, s, dv), q.dtype)
-    plan = _make_plan(view.layout, count, coefficients)
-    sketched = view.layout.keys.spec.kind == KIND_SKETCH
-    tables = _padded_projections(view.layout.keys) if sketched else _NO_TABLES
+    plan, room, keys, values, extra, tables, _ = _prepare(view.layout, count, coefficients)
     scaled = np.zeros((b, h, count, plan.q_pitch // 4), np.float32)
     unit = np.float32(scale / softcap if softcap else scale * LOG2E)
     np.multiply(q.reshape(b, h, count, d), unit, out=scaled[..., :d], casting="unsafe")
-    sketch = np.ascontiguousarray(scaled[..., :d] @ tables[0]) if sketched else scaled[..., :0]
-    # The address of S q comes first; it is filled in where a head's is known.
-    extra = [0, 4 * sketch.shape[-1], *(x for t in tables[:2] for x in (t.ctypes.data, 4 * t.shape[-1]))]
-    runs = _run_count(view, b * h)
+    sketch = scaled if tables is None else np.ascontiguousarray(scaled[..., :d] @ tables[0])
+    # What is named here is kept until the kernels, which get addresses, are done.
+    limits = np.ascontiguousarray(limits, np.int64)
+    counts = np.array((view.page_counts, view.sink_counts, view.window_starts, view.window_counts), np.int64)
+    exact = [np.ascontiguousarray(x) for x in (view.sink_k, view.sink_v, view.window_k, view.window_v)]
+    pages = np.ascontiguousarray(view.pages)
+    if bias is not None:
+        bias = np.ascontiguousarray(bias, np.float32)
+    at_counts = [_address(counts) + 8 * b * i for i in range(4)]
+    bias_fields = (0, 0, 0) if bias is None else (_address(bias), bias.shape[1], bias.shape[3])
+    inputs = Inputs(
+        _address(scaled), _address(sketch), 4 * count * sketch.shape[-1], extra, keys, values, _address(limits), s,
+        bias_fields[0], bias_fields[1], bias_fields[2], _address(pages), h, capacity, step, at_counts[0],
+        _address(exact[0]), _address(exact[1]), exact[0].shape[2], at_counts[1],
+        _address(exact[2]), _address(exact[3]), exact[2].shape[2], at_counts[2], at_counts[3],
+    )  # fmt: skip
+    runs = _run_count(max(counts[0].tolist()) * plan.key_spec.tokens, b * h)
     states = np.empty((b, h, runs, count, 2), np.float32)
     mixes = np.empty((b, h, runs, count, dv), np.float32)
-    run_parts(
-        attend_parts,
-        b * h * runs,
-        Inputs(
-            scaled,
-            sketch,
-            _fields(view.layout.keys),
-            _fields(view.layout.values),
-            np.array([*extra, tables[2].ctypes.data], np.int64),
-            writable(np.ascontiguousarray(limits, dtype=np.int64)),
-            _NO_BIAS if bias is None else writable(np.ascontiguousarray(bias, dtype=np.float32)),
-            float(softcap or 0),
-            writable(view.pages),
-            writable(view.page_counts),
-            _as_bytes(view.sink_k),
-            _as_bytes(view.sink_v),
-            writable(view.sink_counts),
-            _as_bytes(view.window_k),
-            _as_bytes(view.window_v),
-            writable(view.window_starts),
-            writable(view.window_counts),
-        ),
-        plan,
-        scratch_bytes(plan, count),
-        states,
-        mixes,
-        threads=1 if b * hq * s * int(limits.max()) * (d + dv) < THREADED_WORK else None,
-    )
-    logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
     out = np.empty((b, h, count, dv), np.float32)
-    join_parts(states, mixes, logits, s, out)
+    logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
+    alone = get_num_threads() == 1 or b * hq * s * int(limits.max()) * (d + dv) < THREADED_WORK
+    arguments = (inputs, plan, float(softcap or 0), room, states, mixes, logits)
+    run_parts(attend_parts, b * h * runs, *arguments, out if alone else _LATER, threads=1 if alone else None)
+    if not alone:
+        join_parts(states, mixes, logits, s, out)
     return out.reshape(b, hq, s, dv).astype(q.dtype, copy=False)
 
 
-def _run_count(view: CacheView, heads: int) -> int:
+def _address(x: Any) -> int:
+    """Where the first number of an array lies."""
+    try:
+        return addressof(c_char.from_buffer(x))  # four times faster than what NumPy offers
+    except (TypeError, ValueError, BufferError):  # empty, read-only, or bfloat16
+        return int(x.__array_interface__["data"][0])
+
+
+def _run_count(tokens: int, heads: int) -> int:
     """Runs of tokens that each head's pages are split into; a function of shapes alone."""
-    tokens = int(view.page_counts.max()) * view.layout.page_tokens
     return max(1, min(-(-tokens // RUN_TOKENS), -(-PARTS // heads)))
-
-
-def _as_bytes(x: Any) -> Any:
-    """(b, h, tokens, width) numbers as uint8 (b, h, bytes), without a copy when they are contiguous."""
-    if not x.size:
-        return np.zeros((*x.shape[:2], 0), np.uint8)
-    x = writable(x if x.flags.c_contiguous else np.ascontiguousarray(x))
-    return x.reshape(x.shape[0], x.shape[1], -1).view(np.uint8)
 
 
 def _round_up(n: int, multiple: int) -> int:

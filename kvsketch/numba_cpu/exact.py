@@ -103,27 +103,29 @@ def score_floats(keys, pitch, tokens, q, q_pitch, queries, scores, score_pitch):
 @inner
 def mix_floats(values, pitch, tokens, weights, weight_pitch, queries, mix, mix_pitch):  # type: ignore[no-untyped-def]
     """Add rows of float32 with a weight a token and query to the queries' mixes; all pitches in bytes."""
-    whole = queries // 4 * 4
-    for at in range(0, pitch, 4 * LANES):
-        for i in range(0, whole, 4):
-            out, weight = mix + mix_pitch * i + at, weights + weight_pitch * i
-            a, b = load_floats(out), load_floats(out + mix_pitch)
-            c, d = load_floats(out + 2 * mix_pitch), load_floats(out + 3 * mix_pitch)
+    vector = 4 * LANES
+    whole = pitch // (4 * vector) * (4 * vector)
+    for i in range(queries):
+        weight = weights + weight_pitch * i
+        for at in range(0, whole, 4 * vector):
+            out, row = mix + mix_pitch * i + at, values + at
+            a, b = load_floats(out), load_floats(out + vector)
+            c, d = load_floats(out + 2 * vector), load_floats(out + 3 * vector)
             for t in range(tokens):
-                x, w = load_floats(values + pitch * t + at), weight + 4 * t
-                a = multiply_add(x, splat(load_float(w)), a)
-                b = multiply_add(x, splat(load_float(w + weight_pitch)), b)
-                c = multiply_add(x, splat(load_float(w + 2 * weight_pitch)), c)
-                d = multiply_add(x, splat(load_float(w + 3 * weight_pitch)), d)
+                w = splat(load_float(weight + 4 * t))
+                a = multiply_add(load_floats(row), w, a)
+                b = multiply_add(load_floats(row + vector), w, b)
+                c = multiply_add(load_floats(row + 2 * vector), w, c)
+                d = multiply_add(load_floats(row + 3 * vector), w, d)
+                row += pitch
             store_floats(out, a)
-            store_floats(out + mix_pitch, b)
-            store_floats(out + 2 * mix_pitch, c)
-            store_floats(out + 3 * mix_pitch, d)
-        for i in range(whole, queries):
-            out, weight = mix + mix_pitch * i + at, weights + weight_pitch * i
+            store_floats(out + vector, b)
+            store_floats(out + 2 * vector, c)
+            store_floats(out + 3 * vector, d)
+        for at in range(whole, pitch, vector):
+            out = mix + mix_pitch * i + at
             total = load_floats(out)
             for t in range(tokens):
-                total = multiply_add(
-                    load_floats(values + pitch * t + at), splat(load_float(weight + 4 * t)), total
-                )  # fmt: skip
+                w = splat(load_float(weight + 4 * t))
+                total = multiply_add(load_floats(values + pitch * t + at), w, total)
             store_floats(out, total)

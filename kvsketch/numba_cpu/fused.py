@@ -11,19 +11,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsketch.layout import KIND_EXACT, SideSpec
+from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideSpec
 from kvsketch.numba_cpu._compile import kernel, kernel_part
 from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
 from kvsketch.numba_cpu.integers import TILE
-from kvsketch.numba_cpu.simd import LANES, address_of, call_kernel, load_float, stay_apart, store_float, take_next
+from kvsketch.numba_cpu.simd import (
+    LANES,
+    address_of,
+    call_kernel,
+    load_float,
+    load_long,
+    stay_apart,
+    store_float,
+    take_next,
+)
 from kvsketch.numba_cpu.softmax import (
     add_bias,
     cap_scores,
+    fill_floats,
     hide_scores,
     largest_score,
     scale_floats,
     weigh_scores,
 )
+
+#: Numbers in what a sketch needs.
+EXTRA = 7
 
 
 class Plan(NamedTuple):
@@ -41,25 +54,33 @@ class Plan(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arrays of a step; exact tokens as bytes (b, h, bytes)."""
+    """Addresses and sizes of a step's arrays, all in C order. A compiled function takes integers faster than arrays."""
 
-    q: Any  #: (b, h, Q, q_pitch/4) float32, scaled to units of log2 (of the soft cap where there is one)
-    sketch: Any  #: (b, h, Q, m) its sketch, empty for keys that are not sketched
-    keys: Any  #: int64, the fields of the key side
-    values: Any  #: int64, those of the value side
-    extra: Any  #: int64, see :mod:`kvsketch.numba_cpu.sketches`
-    limits: Any  #: (b, s) tokens that a query sees
-    bias: Any  #: (b, 1 or hq, s, n), or without rows
-    softcap: Any  #: 0 for none
-    pages: Any
-    page_counts: Any
-    sink_k: Any
-    sink_v: Any
-    sink_counts: Any
-    window_k: Any
-    window_v: Any
-    window_starts: Any
-    window_counts: Any
+    q: int  #: (b, h, Q, q_pitch/4) float32, scaled to units of log2 (of the soft cap where there is one)
+    sketch: int  #: (b, h, Q, m) float32, its sketch, for keys that are sketched
+    sketch_step: int  #: bytes of a head's
+    extra: int  #: int64, see :mod:`kvsketch.numba_cpu.sketches`
+    keys: int  #: int64, the fields of the key side
+    values: int  #: int64, those of the value side
+    limits: int  #: (b, s) int64, tokens that a query sees
+    s: int
+    bias: int  #: (b, bias_heads, s, bias_tokens) float32, or 0
+    bias_heads: int
+    bias_tokens: int
+    pages: int  #: (b, h, capacity, step) bytes
+    h: int
+    capacity: int
+    step: int
+    page_counts: int  #: (b,) int64, like the other counts
+    sink_k: int  #: (b, h, sink_room, d)
+    sink_v: int
+    sink_room: int
+    sink_counts: int
+    window_k: int  #: (b, h, window_room, d)
+    window_v: int
+    window_room: int
+    window_starts: int
+    window_counts: int
 
 
 class Scratch(NamedTuple):
@@ -76,24 +97,24 @@ class Scratch(NamedTuple):
 
 
 @kernel_part()
-def _update_softmax(scratch, plan, queries, count, position, row, head, limits, bias, softcap):  # type: ignore[no-untyped-def]
+def _update_softmax(scratch, plan, inputs, queries, count, position, row, head, softcap):  # type: ignore[no-untyped-def]
     """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
-    s, any_seen = limits.shape[1], False
+    s, any_seen = inputs.s, False
     whole = (count + LANES - 1) // LANES * LANES
     for i in range(queries):
         scores = scratch.scores + 4 * TILE * i
-        seen = max(0, min(count, limits[row, i % s] - position))
+        seen = max(0, min(count, load_long(inputs.limits + 8 * (row * s + i % s)) - position))
         if softcap > 0:
             cap_scores(scores, seen, softcap)
-        if bias.shape[0] > 0:
-            query_head = 0 if bias.shape[1] == 1 else (head * queries + i) // s
-            add_bias(scores, bias[row, query_head, i % s, position : position + seen], seen)
+        if inputs.bias != 0:
+            query_head = 0 if inputs.bias_heads == 1 else (head * queries + i) // s
+            line = (row * inputs.bias_heads + query_head) * s + i % s
+            add_bias(scores, inputs.bias + 4 * (line * inputs.bias_tokens + position), seen)
         hide_scores(scores, seen, whole)
         before = load_float(scratch.highest + 4 * i)
         highest = largest_score(scores, whole, before)
         if highest == -np.inf:
-            for t in range(whole):
-                store_float(scores + 4 * t, np.float32(0))
+            fill_floats(scores, whole, np.float32(0))
             continue
         any_seen = True
         total = load_float(scratch.totals + 4 * i)
@@ -130,7 +151,7 @@ def _mix_exact(values, count, spec, plan, weights, queries, tile, plain):  # typ
 
 
 @kernel_part()
-def _attend_exact(keys, values, count, position, row, head, q, queries, plan, limits, bias, softcap, scratch):  # type: ignore[no-untyped-def]
+def _attend_exact(keys, values, count, position, row, head, q, queries, plan, inputs, softcap, scratch):  # type: ignore[no-untyped-def]
     """Take in exact tokens, given as the addresses of their keys and values."""
     stay_apart()
     key_bytes = plan.key_spec.width * number_bytes(plan.key_spec.dtype)
@@ -140,7 +161,7 @@ def _attend_exact(keys, values, count, position, row, head, q, queries, plan, li
         _score_exact(
             keys + first * key_bytes, here, plan.key_spec, plan, q, queries, scratch.scores, scratch.tile
         )  # fmt: skip
-        if _update_softmax(scratch, plan, queries, here, position + first, row, head, limits, bias, softcap):
+        if _update_softmax(scratch, plan, inputs, queries, here, position + first, row, head, softcap):
             _mix_exact(
                 values + first * value_bytes, here, plan.value_spec, plan, scratch.scores, queries,
                 scratch.tile, scratch.plain,
@@ -149,11 +170,11 @@ def _attend_exact(keys, values, count, position, row, head, q, queries, plan, li
 
 @kernel_part()
 def _attend_pages(
-    start, step, count, position, row, head, q, queries, plan, keys, values, extra, limits, bias, softcap, scratch
+    start, count, position, row, head, q, queries, plan, inputs, extra, softcap, scratch
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Take in `count` encoded pages of `step` bytes, from the address of the first."""
+    """Take in `count` encoded pages, from the address of the first."""
     stay_apart()
-    tokens, pitch = plan.key_spec.tokens, 4 * TILE
+    tokens, pitch, step = plan.key_spec.tokens, 4 * TILE, inputs.step
     per_tile = TILE // tokens
     for first in range(0, count, per_tile):
         here, page = min(per_tile, count - first), start + first * step
@@ -166,10 +187,10 @@ def _attend_pages(
         else:
             call_kernel(
                 plan.score,
-                (page, step, here, keys, q, plan.q_pitch, queries, scratch.scores, pitch, scratch.work, extra),
+                (page, step, here, inputs.keys, q, plan.q_pitch, queries, scratch.scores, pitch, scratch.work, extra),
             )
         at = position + first * tokens
-        if _update_softmax(scratch, plan, queries, here * tokens, at, row, head, limits, bias, softcap):
+        if _update_softmax(scratch, plan, inputs, queries, here * tokens, at, row, head, softcap):
             page += plan.key_spec.nbytes
             if plan.value_spec.kind == KIND_EXACT:
                 for index in range(here):
@@ -181,7 +202,7 @@ def _attend_pages(
                 call_kernel(
                     plan.mix,
                     (
-                        page, step, here, values, scratch.scores, pitch, queries,
+                        page, step, here, inputs.values, scratch.scores, pitch, queries,
                         scratch.mix, plan.mix_pitch, scratch.base, scratch.work,
                     ),
                 )  # fmt: skip
@@ -223,54 +244,62 @@ def scratch_bytes(plan: Plan, queries: int) -> int:
 
 
 @kernel_part()
-def _attend_part(inputs, plan, row, head, run, runs, buffer, state, out):  # type: ignore[no-untyped-def]
-    """One run of tokens of one head."""
-    stay_apart()
-    h, capacity, step = inputs.pages.shape[1:]
-    queries, key_spec, value_spec = state.shape[0], plan.key_spec, plan.value_spec
-    scratch = _carve((address_of(buffer) + 63) // 64 * 64, plan, queries)
+def _clear(scratch, plan, queries):  # type: ignore[no-untyped-def]
+    """Nothing seen yet."""
+    groups = plan.value_spec.groups
     for i in range(queries):
         store_float(scratch.highest + 4 * i, -np.float32(np.inf))
         store_float(scratch.totals + 4 * i, np.float32(0))
-        for at in range(0, plan.mix_pitch, 4):
-            store_float(scratch.mix + plan.mix_pitch * i + at, np.float32(0))
-        for at in range(0, plan.value_pitch, 4):
-            store_float(scratch.plain + plan.value_pitch * i + at, np.float32(0))
-        for part in range(value_spec.groups):
-            store_float(scratch.base + 4 * (i * value_spec.groups + part), np.float32(0))
-    q = address_of(inputs.q) + plan.q_pitch * queries * (row * h + head)
-    limits, bias, softcap = inputs.limits, inputs.bias, inputs.softcap
+        fill_floats(scratch.mix + plan.mix_pitch * i, plan.mix_pitch // 4, np.float32(0))
+        fill_floats(scratch.plain + plan.value_pitch * i, plan.value_pitch // 4, np.float32(0))
+        for part in range(groups):
+            store_float(scratch.base + 4 * (i * groups + part), np.float32(0))
+
+
+@kernel_part()
+def _attend_part(inputs, plan, row, head, run, runs, softcap, buffer, state, out):  # type: ignore[no-untyped-def]
+    """One run of tokens of one head."""
+    stay_apart()
+    queries, key_spec, value_spec = state.shape[0], plan.key_spec, plan.value_spec
+    scratch = _carve((address_of(buffer) + 63) // 64 * 64, plan, queries)
+    _clear(scratch, plan, queries)
+    place = row * inputs.h + head
+    q = inputs.q + plan.q_pitch * queries * place
     key_bytes = key_spec.width * number_bytes(key_spec.dtype)
     value_bytes = value_spec.width * number_bytes(value_spec.dtype)
-    sinks, pages = inputs.sink_counts[row], inputs.page_counts[row]
+    sinks, pages = load_long(inputs.sink_counts + 8 * row), load_long(inputs.page_counts + 8 * row)
     if run == 0:
+        first = place * inputs.sink_room
         _attend_exact(
-            address_of(inputs.sink_k[row, head]), address_of(inputs.sink_v[row, head]), sinks,
-            0, row, head, q, queries, plan, limits, bias, softcap, scratch,
+            inputs.sink_k + first * key_bytes, inputs.sink_v + first * value_bytes, sinks, 0,
+            row, head, q, queries, plan, inputs, softcap, scratch,
         )  # fmt: skip
+    extra = np.empty(EXTRA, np.int64)
+    if key_spec.kind == KIND_SKETCH:
+        extra[0] = inputs.sketch + inputs.sketch_step * place
+        for i in range(1, EXTRA):
+            extra[i] = load_long(inputs.extra + 8 * i)
     first, last = pages * run // runs, pages * (run + 1) // runs
-    extra = inputs.extra.copy()
-    extra[0] = address_of(inputs.sketch[row, head])
     _attend_pages(
-        address_of(inputs.pages) + ((row * h + head) * capacity + first) * step, step, last - first,
-        sinks + first * key_spec.tokens, row, head, q, queries, plan,
-        address_of(inputs.keys), address_of(inputs.values), address_of(extra), limits, bias, softcap, scratch,
+        inputs.pages + (place * inputs.capacity + first) * inputs.step, last - first,
+        sinks + first * key_spec.tokens, row, head, q, queries, plan, inputs, address_of(extra), softcap, scratch,
     )  # fmt: skip
     if run == runs - 1:
-        start = inputs.window_starts[row]
+        first = place * inputs.window_room + load_long(inputs.window_starts + 8 * row)
         _attend_exact(
-            address_of(inputs.window_k[row, head]) + start * key_bytes,
-            address_of(inputs.window_v[row, head]) + start * value_bytes, inputs.window_counts[row],
-            sinks + pages * key_spec.tokens, row, head, q, queries, plan, limits, bias, softcap, scratch,
+            inputs.window_k + first * key_bytes, inputs.window_v + first * value_bytes,
+            load_long(inputs.window_counts + 8 * row), sinks + pages * key_spec.tokens,
+            row, head, q, queries, plan, inputs, softcap, scratch,
         )  # fmt: skip
     _finish(scratch, plan, queries, state, out)
 
 
 @kernel()
-def attend_parts(counter, total, inputs, plan, room, states, mixes):  # type: ignore[no-untyped-def]
+def attend_parts(counter, total, inputs, plan, softcap, room, states, mixes, sink_logits, out):  # type: ignore[no-untyped-def]
     """Parts (row, head, run), counted in that order, as many as this thread gets.
 
-    states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv); `room` bytes of scratch a thread.
+    states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv); `room` bytes of scratch a thread. One thread that has had all
+    parts also joins them (:func:`join_parts`); `out` is empty when there may be others.
     """
     h, runs = states.shape[1:3]
     buffer = np.empty(room, np.uint8)
@@ -278,14 +307,16 @@ def attend_parts(counter, total, inputs, plan, room, states, mixes):  # type: ig
     while part < total:
         row, head, run = part // (h * runs), part // runs % h, part % runs
         _attend_part(
-            inputs, plan, row, head, run, runs, buffer, states[row, head, run], mixes[row, head, run]
+            inputs, plan, row, head, run, runs, softcap, buffer, states[row, head, run], mixes[row, head, run]
         )  # fmt: skip
         part = take_next(counter)
+    if out.size > 0:
+        _join(states, mixes, sink_logits, inputs.s, out)
 
 
-@kernel()
-def join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
-    """Join the runs of each head by log-sum-exp: out float32 (b, h, Q, dv). sink_logits (hq,) in log2, or empty."""
+@kernel_part()
+def _join(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
+    stay_apart()
     b, h, runs, count, dv = mixes.shape
     weights = np.empty(runs, np.float32)
     for row in range(b):
@@ -308,3 +339,9 @@ def join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-d
                     for run in range(runs):
                         mixed += weights[run] * mixes[row, head, run, i, c]
                     out[row, head, i, c] = mixed / total
+
+
+@kernel()
+def join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
+    """Join the runs of each head by log-sum-exp: out float32 (b, h, Q, dv). sink_logits (hq,) in log2, or empty."""
+    _join(states, mixes, sink_logits, s, out)

@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from kvsketch.numba_cpu._tiers import HAS_FLOAT16, TIER, VECTOR_BYTES
+from kvsketch.numba_cpu._tiers import HAS_FLOAT16, IS_X86, TIER, VECTOR_BYTES
 
 #: float32 or int32 numbers in a vector.
 LANES = VECTOR_BYTES // 4
@@ -121,6 +121,10 @@ def emit_dot_shorts(b: ir.IRBuilder, total: Any, x: Any, y: Any) -> Any:
     if TIER == "avx512-vnni":
         kind = ir.VectorType(I32, LANES)
         return emit_call(b, "llvm.x86.avx512.vpdpwssd.512", kind, [total, x, y])
+    if IS_X86:
+        # LLVM knows the instruction, but rewrites its operands into something slower before it looks for it.
+        name = "llvm.x86.avx2.pmadd.wd" if TIER == "avx2" else "llvm.x86.sse2.pmadd.wd"
+        return b.add(total, emit_call(b, name, total.type, [x, y]))
     even, odd = (list(range(first, 2 * LANES, 2)) for first in (0, 1))
     wide = VECTORS["int32"]
     products = [

@@ -41,10 +41,18 @@ def hide_scores(scores, first, last):  # type: ignore[no-untyped-def]
 
 
 @inner
+def fill_floats(start, count, number):  # type: ignore[no-untyped-def]
+    """Write `count` times the same number, rounded up to whole vectors."""
+    numbers = splat(number)
+    for i in range(0, count, LANES):
+        store_floats(start + 4 * i, numbers)
+
+
+@inner
 def add_bias(scores, bias, count):  # type: ignore[no-untyped-def]
-    """Add a mask's numbers; only -inf hides, so the lowest float32 must not become -inf on its way to log2."""
+    """Add a mask's numbers. Only -inf hides: the lowest float32 must not become -inf on its way to log2."""
     for t in range(count):
-        added = bias[t]
+        added = load_float(bias + 4 * t)
         if added > -np.inf:
             added = max(added, LOWEST_BIAS) * np.float32(LOG2E)
         store_float(scores + 4 * t, load_float(scores + 4 * t) + added)
