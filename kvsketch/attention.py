@@ -132,11 +132,6 @@ def attend_checked(
         raise ValueError(f"sink_logits must have shape ({q.shape[1]},), got {tuple(sink_logits.shape)}")
     if coefficients not in COEFFICIENTS:
         check_choice("coefficients", coefficients, COEFFICIENTS)
-    if limits is None:
-        limits, s = view.lengths[:, None], q.shape[2]
-        if s != 1:
-            xp = namespace(q)
-            limits = xp.clip(limits + xp.arange(1 - s, 1), 0, None)
     run = implementation("attention.attend", q, engine=engine)
     return run(
         q,
@@ -148,3 +143,9 @@ def attend_checked(
         sink_logits=sink_logits,
         coefficients=coefficients,
     )
+
+
+def causal_limits(view: CacheView, s: int) -> Any:
+    """(b, s) int64: what the newest s tokens of each row see, themselves included."""
+    xp = namespace(view.pages)
+    return xp.clip(view.lengths[:, None] + xp.arange(1 - s, 1), 0, None)

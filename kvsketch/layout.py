@@ -137,6 +137,10 @@ class PageLayout:
     keys: SideLayout
     values: SideLayout
 
+    def __hash__(self) -> int:
+        """Of what tells most layouts apart: engines look a layout up at every step."""
+        return hash((self.keys.nbytes, self.values.nbytes, self.keys.width, self.values.width))
+
     @property
     def page_tokens(self) -> int:
         return self.keys.tokens

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvsketch._checks import FLOAT_DTYPES
 from kvsketch.attention import CacheView
-from kvsketch.layout import KIND_EXACT, KIND_INTS, KIND_SKETCH, LANES, PageLayout, SideLayout
-from kvsketch.numba_cpu import integers, simd, sketches
+from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_INTS, KIND_SKETCH, LANES, PageLayout, SideLayout
+from kvsketch.numba_cpu import emit, integers, sketches
 from kvsketch.numba_cpu._compile import compile_address
 from kvsketch.numba_cpu._threads import get_num_threads, run_parts
 from kvsketch.numba_cpu.coefficients import padded
@@ -30,8 +31,10 @@ THREADED_WORK = 1 << 21
 #: With more query rows than this on a key/value head, tiles are decoded once and multiplied by a matrix product.
 FUSED_QUERIES = 128
 
+_TYPES = {dtype: DTYPE_CODES[name] for name, dtype in FLOAT_DTYPES.items()}
 _NO_LOGITS = np.zeros(0, np.float32)
 _LATER = np.zeros((0, 0, 0, 0), np.float32)
+_LATER_STATES = np.zeros((0, 0, 0, 0, 0), np.float32)
 
 
 @lru_cache(maxsize=64)
@@ -72,7 +75,7 @@ def _prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
         shared = values.group % LANES == 0 or values.groups == 1
         mix = _mix_kernel(values.bits, coefficients, shared)
         work = max(work, integers.mix_scratch(values))
-    key_pitch, value_pitch = (4 * _round_up(spec.width, simd.LANES) for spec in (keys, values))
+    key_pitch, value_pitch = (4 * _round_up(spec.width, emit.LANES) for spec in (keys, values))
     mix_pitch = 8 * _round_up(values.width, LANES) if values.kind == KIND_INTS else 0
     plan = Plan(keys, values, score, mix, work, 4 * padded(keys.width), key_pitch, value_pitch, mix_pitch)
     tables, extra = None, np.zeros(EXTRA, np.int64)
@@ -97,7 +100,7 @@ def attend(
     sink_logits: Any,
     coefficients: str,
 ) -> Any:
-    b, hq, s, d = q.shape
+    given, (b, hq, s, d) = q, q.shape
     _, h, capacity, step = view.pages.shape
     dv = view.layout.values.width
     count = hq // h * s
@@ -109,36 +112,43 @@ def attend(
     if b * count == 0:
         return np.zeros((b, hq, s, dv), q.dtype)
     plan, room, keys, values, extra, tables, _ = _prepare(view.layout, count, coefficients)
-    scaled = np.zeros((b, h, count, plan.q_pitch // 4), np.float32)
-    unit = np.float32(scale / softcap if softcap else scale * LOG2E)
-    np.multiply(q.reshape(b, h, count, d), unit, out=scaled[..., :d], casting="unsafe")
-    sketch = scaled if tables is None else np.ascontiguousarray(scaled[..., :d] @ tables[0])
+    unit = scale / softcap if softcap else scale * LOG2E
+    if tables is None:
+        q, sketch = np.ascontiguousarray(q), _LATER
+    else:
+        q, unit = q.reshape(b, h, count, d) * np.float32(unit), 1.0
+        q = q.astype(np.float32, order="C", copy=False)
+        sketch = np.ascontiguousarray(q @ tables[0])
     # What is named here is kept until the kernels, which get addresses, are done.
-    limits = np.ascontiguousarray(limits, np.int64)
-    counts = np.array((view.page_counts, view.sink_counts, view.window_starts, view.window_counts), np.int64)
-    exact = [np.ascontiguousarray(x) for x in (view.sink_k, view.sink_v, view.window_k, view.window_v)]
-    pages = np.ascontiguousarray(view.pages)
+    if limits is not None:
+        limits = np.ascontiguousarray(limits, np.int64)
     if bias is not None:
         bias = np.ascontiguousarray(bias, np.float32)
-    at_counts = [_address(counts) + 8 * b * i for i in range(4)]
-    bias_fields = (0, 0, 0) if bias is None else (_address(bias), bias.shape[1], bias.shape[3])
+    counts = np.array((view.page_counts, view.sink_counts, view.window_starts, view.window_counts), np.int64)
+    sink_k, sink_v = np.ascontiguousarray(view.sink_k), np.ascontiguousarray(view.sink_v)
+    window_k, window_v = np.ascontiguousarray(view.window_k), np.ascontiguousarray(view.window_v)
+    pages, at = np.ascontiguousarray(view.pages), _address(counts)
+    tokens = max(counts[0].tolist()) * plan.key_spec.tokens
+    runs = _run_count(tokens, b * h)
+    bias_shape = (0, 0, 0, 0) if bias is None else bias.shape
     inputs = Inputs(
-        _address(scaled), _address(sketch), 4 * count * sketch.shape[-1], extra, keys, values, _address(limits), s,
-        bias_fields[0], bias_fields[1], bias_fields[2], _address(pages), h, capacity, step, at_counts[0],
-        _address(exact[0]), _address(exact[1]), exact[0].shape[2], at_counts[1],
-        _address(exact[2]), _address(exact[3]), exact[2].shape[2], at_counts[2], at_counts[3],
+        _address(q), _TYPES[q.dtype], _address(sketch), 4 * count * sketch.shape[-1], extra, keys, values,
+        0 if limits is None else _address(limits), s, count, runs, b,
+        0 if bias is None else _address(bias), bias_shape[1], bias_shape[3],
+        _address(pages), h, capacity, step, at, _address(sink_k), _address(sink_v), sink_k.shape[2], at + 8 * b,
+        _address(window_k), _address(window_v), window_k.shape[2], at + 16 * b, at + 24 * b,
     )  # fmt: skip
-    runs = _run_count(max(counts[0].tolist()) * plan.key_spec.tokens, b * h)
-    states = np.empty((b, h, runs, count, 2), np.float32)
-    mixes = np.empty((b, h, runs, count, dv), np.float32)
-    out = np.empty((b, h, count, dv), np.float32)
     logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
-    alone = get_num_threads() == 1 or b * hq * s * int(limits.max()) * (d + dv) < THREADED_WORK
-    arguments = (inputs, plan, float(softcap or 0), room, states, mixes, logits)
-    run_parts(attend_parts, b * h * runs, *arguments, out if alone else _LATER, threads=1 if alone else None)
-    if not alone:
+    out = np.empty((b, h, count, dv), np.float32)
+    fixed = (inputs, plan, np.float32(unit), float(softcap or 0), room)
+    if get_num_threads() == 1 or b * hq * s * (tokens + window_k.shape[2]) * (d + dv) < THREADED_WORK:
+        run_parts(attend_parts, b * h * runs, *fixed, _LATER_STATES, _LATER_STATES, logits, out, threads=1)
+    else:
+        states = np.empty((b, h, runs, count, 2), np.float32)
+        mixes = np.empty((b, h, runs, count, dv), np.float32)
+        run_parts(attend_parts, b * h * runs, *fixed, states, mixes, logits, _LATER)
         join_parts(states, mixes, logits, s, out)
-    return out.reshape(b, hq, s, dv).astype(q.dtype, copy=False)
+    return out.reshape(b, hq, s, dv).astype(given.dtype, copy=False)
 
 
 def _address(x: Any) -> int:

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from kvsketch.numba_cpu._compile import inner
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, bias_of
-from kvsketch.numba_cpu.simd import (
+from kvsketch.numba_cpu.emit import (
     F32,
     I8,
     I32,
@@ -40,10 +40,8 @@ from kvsketch.numba_cpu.simd import (
     emit_shuffle,
     emit_splat,
     emit_store,
-    floats,
-    ints,
-    operation,
 )
+from kvsketch.numba_cpu.simd import floats, ints, operation
 
 #: Below this, the largest coefficient counts as zero: its inverse would not be finite.
 SMALLEST = 1e-30

@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from kvsketch.layout import unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import inner
 from kvsketch.numba_cpu._tiers import TIER, VECTOR_BYTES
-from kvsketch.numba_cpu.simd import (
+from kvsketch.numba_cpu.emit import (
     F32,
     I64,
     LANES,
@@ -42,9 +42,8 @@ from kvsketch.numba_cpu.simd import (
     emit_splat,
     emit_store,
     emit_sum_bytes,
-    ints,
-    operation,
 )
+from kvsketch.numba_cpu.simd import ints, operation
 
 #: Planes of 8 lanes in a unit.
 PLANES = 4

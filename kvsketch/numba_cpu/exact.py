@@ -11,11 +11,9 @@ from numba.extending import intrinsic
 
 from kvsketch.layout import DTYPE_CODES
 from kvsketch.numba_cpu._compile import inner
+from kvsketch.numba_cpu.emit import LANES, emit_reduce_each, emit_store
 from kvsketch.numba_cpu.float16 import half_to_float
 from kvsketch.numba_cpu.simd import (
-    LANES,
-    emit_reduce_each,
-    emit_store,
     floats,
     load_bfloats,
     load_float,

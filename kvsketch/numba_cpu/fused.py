@@ -13,18 +13,10 @@ import numpy as np
 
 from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideSpec
 from kvsketch.numba_cpu._compile import kernel, kernel_part
+from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
 from kvsketch.numba_cpu.integers import TILE
-from kvsketch.numba_cpu.simd import (
-    LANES,
-    address_of,
-    call_kernel,
-    load_float,
-    load_long,
-    stay_apart,
-    store_float,
-    take_next,
-)
+from kvsketch.numba_cpu.simd import address_of, call_kernel, load_float, load_long, stay_apart, store_float, take_next
 from kvsketch.numba_cpu.softmax import (
     add_bias,
     cap_scores,
@@ -56,14 +48,18 @@ class Plan(NamedTuple):
 class Inputs(NamedTuple):
     """Addresses and sizes of a step's arrays, all in C order. A compiled function takes integers faster than arrays."""
 
-    q: int  #: (b, h, Q, q_pitch/4) float32, scaled to units of log2 (of the soft cap where there is one)
+    q: int  #: (b, h, Q, d), still to be scaled to units of log2 (of the soft cap where there is one)
+    q_type: int  #: kvsketch.layout.DTYPE_CODES
     sketch: int  #: (b, h, Q, m) float32, its sketch, for keys that are sketched
     sketch_step: int  #: bytes of a head's
     extra: int  #: int64, see :mod:`kvsketch.numba_cpu.sketches`
     keys: int  #: int64, the fields of the key side
     values: int  #: int64, those of the value side
-    limits: int  #: (b, s) int64, tokens that a query sees
+    limits: int  #: (b, s) int64, tokens that a query sees; 0: causal
     s: int
+    queries: int  #: Q, those of a key/value head
+    runs: int  #: of tokens that a head is split into
+    b: int
     bias: int  #: (b, bias_heads, s, bias_tokens) float32, or 0
     bias_heads: int
     bias_tokens: int
@@ -86,6 +82,7 @@ class Inputs(NamedTuple):
 class Scratch(NamedTuple):
     """Addresses of what a part keeps; pitches are in :class:`Plan`."""
 
+    q: Any  #: (Q, channels), scaled and padded
     scores: Any  #: (Q, TILE)
     highest: Any  #: (Q,)
     totals: Any  #: (Q,)
@@ -97,13 +94,21 @@ class Scratch(NamedTuple):
 
 
 @kernel_part()
+def _length(inputs, plan, row):  # type: ignore[no-untyped-def]
+    """Tokens of a row."""
+    exact = load_long(inputs.sink_counts + 8 * row) + load_long(inputs.window_counts + 8 * row)
+    return exact + load_long(inputs.page_counts + 8 * row) * plan.key_spec.tokens
+
+
+@kernel_part()
 def _update_softmax(scratch, plan, inputs, queries, count, position, row, head, softcap):  # type: ignore[no-untyped-def]
     """Turn scores of `count` tokens into weights and rescale what was mixed before; whether any token is seen."""
-    s, any_seen = inputs.s, False
+    s, any_seen, length = inputs.s, False, _length(inputs, plan, row)
     whole = (count + LANES - 1) // LANES * LANES
     for i in range(queries):
         scores = scratch.scores + 4 * TILE * i
-        seen = max(0, min(count, load_long(inputs.limits + 8 * (row * s + i % s)) - position))
+        limit = load_long(inputs.limits + 8 * (row * s + i % s)) if inputs.limits != 0 else length - s + 1 + i % s
+        seen = max(0, min(count, limit - position))
         if softcap > 0:
             cap_scores(scores, seen, softcap)
         if inputs.bias != 0:
@@ -228,18 +233,19 @@ def _finish(scratch, plan, queries, state, out):  # type: ignore[no-untyped-def]
 @kernel_part()
 def _carve(start, plan, queries):  # type: ignore[no-untyped-def]
     """A part's scratch from a 64-byte aligned address on, as laid out by :func:`scratch_bytes`."""
-    scores = start
+    q = start
+    scores = q + plan.q_pitch * queries
     mix = scores + 4 * TILE * queries
     plain = mix + plan.mix_pitch * queries
     tile = plain + plan.value_pitch * queries
     work = tile + TILE * max(plan.key_pitch, plan.value_pitch)
     highest = work + (plan.work + 63) // 64 * 64
     totals = highest + 4 * queries
-    return Scratch(scores, highest, totals, mix, totals + 4 * queries, plain, tile, work)
+    return Scratch(q, scores, highest, totals, mix, totals + 4 * queries, plain, tile, work)
 
 
 def scratch_bytes(plan: Plan, queries: int) -> int:
-    numbers = queries * (4 * TILE + plan.mix_pitch + plan.value_pitch + 8 + 4 * plan.value_spec.groups)
+    numbers = queries * (plan.q_pitch + 4 * TILE + plan.mix_pitch + plan.value_pitch + 8 + 4 * plan.value_spec.groups)
     return numbers + TILE * max(plan.key_pitch, plan.value_pitch) + plan.work + 192
 
 
@@ -257,14 +263,18 @@ def _clear(scratch, plan, queries):  # type: ignore[no-untyped-def]
 
 
 @kernel_part()
-def _attend_part(inputs, plan, row, head, run, runs, softcap, buffer, state, out):  # type: ignore[no-untyped-def]
+def _attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out):  # type: ignore[no-untyped-def]
     """One run of tokens of one head."""
     stay_apart()
-    queries, key_spec, value_spec = state.shape[0], plan.key_spec, plan.value_spec
+    queries, runs, key_spec, value_spec = inputs.queries, inputs.runs, plan.key_spec, plan.value_spec
     scratch = _carve((address_of(buffer) + 63) // 64 * 64, plan, queries)
     _clear(scratch, plan, queries)
     place = row * inputs.h + head
-    q = inputs.q + plan.q_pitch * queries * place
+    q, width = scratch.q, key_spec.width
+    numbers = inputs.q + number_bytes(inputs.q_type) * width * queries * place
+    as_floats(numbers, inputs.q_type, queries, width, q, plan.q_pitch)
+    if unit != 1:
+        scale_floats(q, plan.q_pitch // 4 * queries, unit)
     key_bytes = key_spec.width * number_bytes(key_spec.dtype)
     value_bytes = value_spec.width * number_bytes(value_spec.dtype)
     sinks, pages = load_long(inputs.sink_counts + 8 * row), load_long(inputs.page_counts + 8 * row)
@@ -295,19 +305,23 @@ def _attend_part(inputs, plan, row, head, run, runs, softcap, buffer, state, out
 
 
 @kernel()
-def attend_parts(counter, total, inputs, plan, softcap, room, states, mixes, sink_logits, out):  # type: ignore[no-untyped-def]
+def attend_parts(counter, total, inputs, plan, unit, softcap, room, states, mixes, sink_logits, out):  # type: ignore[no-untyped-def]
     """Parts (row, head, run), counted in that order, as many as this thread gets.
 
     states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv); `room` bytes of scratch a thread. One thread that has had all
-    parts also joins them (:func:`join_parts`); `out` is empty when there may be others.
+    parts also joins them (:func:`join_parts`), with states and mixes of its own; `out` is empty when there may be
+    others. Queries are multiplied by `unit`.
     """
-    h, runs = states.shape[1:3]
+    h, runs = inputs.h, inputs.runs
+    if out.size > 0:
+        states = np.empty((inputs.b, h, runs, inputs.queries, 2), np.float32)
+        mixes = np.empty((inputs.b, h, runs, inputs.queries, out.shape[3]), np.float32)
     buffer = np.empty(room, np.uint8)
     part = take_next(counter)
     while part < total:
         row, head, run = part // (h * runs), part // runs % h, part % runs
         _attend_part(
-            inputs, plan, row, head, run, runs, softcap, buffer, states[row, head, run], mixes[row, head, run]
+            inputs, plan, row, head, run, unit, softcap, buffer, states[row, head, run], mixes[row, head, run]
         )  # fmt: skip
         part = take_next(counter)
     if out.size > 0:

@@ -10,9 +10,9 @@ from kvsketch.layout import SideSpec
 from kvsketch.numba_cpu._compile import inner
 from kvsketch.numba_cpu.coefficients import make_fold, padded
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_score_block
+from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.integers import AHEAD, CONSTANTS, RESULTS, TOKENS, for_query_counts
 from kvsketch.numba_cpu.simd import (
-    LANES,
     load_byte,
     load_float,
     load_floats,

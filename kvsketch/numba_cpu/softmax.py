@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from kvsketch.numba_cpu._compile import inner
+from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.simd import (
-    LANES,
     exp2,
     load_float,
     load_floats,

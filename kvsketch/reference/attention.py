@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvsketch._dispatch import namespace
-from kvsketch.attention import CacheView
+from kvsketch.attention import CacheView, causal_limits
 from kvsketch.reference.pages import decode_keys, decode_values
 
 #: Tokens that are decoded at a time: temporaries are bounded by this, not by the length of the cache.
@@ -53,6 +53,8 @@ def attend(
     b, hq, s, d = q.shape
     h, dv = view.pages.shape[1], view.layout.values.width
     ratio = hq // h
+    if limits is None:
+        limits = causal_limits(view, s)
     out = xp.zeros((b, hq, s, dv), dtype=q.dtype)
     for row in range(b):
         queries = q[row].astype(xp.float32).reshape(h, ratio * s, d)
