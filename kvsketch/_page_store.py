@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +17,20 @@ from kvsketch.pages import encode_keys, encode_values, select_channels
 
 #: Tokens of a row that are encoded at a time, so that the encoders' temporaries stay bounded.
 ENCODE_TOKENS = 4096
+
+
+#: Page buffers begin at a multiple of this many bytes, so that no vector of a record crosses a cache line.
+ALIGN = 64
+
+
+def new_records(xp: ModuleType, shape: tuple[int, int, int, int]) -> Any:
+    """Page records uint8 of `shape`, zeros; aligned to :data:`ALIGN` bytes, as device memory always is."""
+    if xp is not np:
+        return xp.zeros(shape, dtype=xp.uint8)
+    size = math.prod(shape)
+    room = np.zeros(size + ALIGN, dtype=np.uint8)
+    first = -room.__array_interface__["data"][0] % ALIGN
+    return room[first : first + size].reshape(shape)
 
 
 class Encoded(NamedTuple):
@@ -48,7 +63,7 @@ class PageStore:
         channels = None
         if isinstance(codec, SignSketch) and codec.outliers and codec.outlier_channels == "prompt":
             channels = xp.zeros((b, h, codec.outliers), dtype=xp.uint16)
-        pages = xp.zeros((b, h, capacity, layout.record_bytes), dtype=xp.uint8)
+        pages = new_records(xp, (b, h, capacity, layout.record_bytes))
         return cls(layout, pages, np.zeros(b, dtype=np.int64), channels)
 
     @property
@@ -66,7 +81,7 @@ class PageStore:
         """Make room for exactly `capacity` pages a row, if there is less."""
         if capacity > self.pages.shape[2]:
             b, h, _, record_bytes = self.pages.shape
-            pages = namespace(self.pages).zeros((b, h, capacity, record_bytes), dtype=self.pages.dtype)
+            pages = new_records(namespace(self.pages), (b, h, capacity, record_bytes))
             live = int(self.counts.max())
             pages[:, :, :live] = self.pages[:, :, :live]
             self.pages = pages
@@ -128,7 +143,10 @@ class PageStore:
     def take(self, rows: Any) -> PageStore:
         """A new store of the given rows, which may repeat."""
         channels = None if self.channels is None else take_rows(self.channels, rows)
-        return replace(self, pages=take_rows(self.pages, rows), counts=self.counts[rows], channels=channels)
+        pages = new_records(namespace(self.pages), (len(rows), *self.pages.shape[1:]))
+        for target, row in enumerate(rows):
+            pages[target] = self.pages[row]
+        return replace(self, pages=pages, counts=self.counts[rows], channels=channels)
 
     def put(self, rows: Any, other: PageStore) -> None:
         """Overwrite the given rows by those of a store of the same capacity."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -66,17 +67,42 @@ def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return kernel(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
 
 
+def _describe(thing: Any) -> str:
+    """What tells one value that a function closes over from another, the same in every process."""
+    if hasattr(thing, "py_func"):
+        return str(thing.py_func.__qualname__)
+    definition = getattr(thing, "_defn", thing)
+    if isinstance(definition, FunctionType):
+        cells = [_describe(cell.cell_contents) for cell in definition.__closure__ or ()]
+        return f"{definition.__qualname__}({', '.join(cells)})"
+    return repr(thing)
+
+
+def _name_apart(function: Callable[..., Any], variant: str = "") -> None:
+    """Put what a function closes over into its name.
+
+    Compiled code is found by name, and code from the disk may have come from several processes: functions that one
+    piece of source makes must not share a name.
+    """
+    if variant or function.__closure__:
+        plain = function.__dict__.setdefault("_plain_name", function.__qualname__)
+        digest = hashlib.sha256(f"{_describe(function)} {variant}".encode()).hexdigest()[:16]
+        function.__qualname__ = f"{plain}_{digest}"
+
+
 def compile_address(function: Callable[..., Any], variant: str) -> int:
     """Compile a function of addresses and integers that returns nothing; where in memory the result starts.
 
     Such a kernel is called by another with :func:`kvsketch.numba_cpu.simd.call_kernel`: each is compiled once, not
-    every combination of them.
+    every combination of them. `variant` tells kernels apart that one piece of source makes.
     """
     count = function.__code__.co_argcount
+    cache = _KernelCache(function, variant)
+    _name_apart(function, variant)
     kernel: Any = CFunc(
         function, (types.UniTuple(types.intp, count).types, types.void), {}, {"nopython": True, "error_model": "numpy"}
     )
-    kernel._cache = _KernelCache(function, variant)
+    kernel._cache = cache
     kernel.compile()
     _KEPT.append(kernel)
     return int(kernel.address)
@@ -86,8 +112,10 @@ def compile_address(function: Callable[..., Any], variant: str) -> int:
 _KEPT: list[CFunc] = []
 
 
-#: Compiles a function that only kernels call, for what they are given; it is kept with them.
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def inner(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call for what they are given, and keep it with them."""
+    _name_apart(function)
+    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 class _Alias:

@@ -58,7 +58,7 @@ def run_parts(kernel: Callable[..., Any], total: int, *arguments: Any, threads: 
     """Run ``kernel(counter, total, *arguments)`` on up to `threads` threads (default: all) and return their results.
 
     Each takes the numbers of parts, below `total`, one after the other from the shared `counter`, an int64 array of one
-    element, with :func:`kvsketch.numba_cpu.lanes.take_next`: a thread that starts late just does less.
+    element, with :func:`kvsketch.numba_cpu.simd.take_next`: a thread that starts late just does less.
     """
     count = max(1, min(_POOL.count if threads is None else threads, total))
     counter = np.zeros(1, np.int64)

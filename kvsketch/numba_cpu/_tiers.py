@@ -30,6 +30,11 @@ def _compiled_for() -> tuple[str, str, str]:
     return triple, processor, features
 
 
+def _features() -> set[str]:
+    """Those that Numba compiles for: NUMBA_CPU_FEATURES may have asked for fewer than the machine has."""
+    return {name[1:] for name in _compiled_for()[2].split(",") if name.startswith("+")}
+
+
 def best_tier(features: set[str]) -> str:
     """The best tier for a machine with these features, LLVM's names."""
     return next((tier for tier, needs in _NEEDS.items() if features.issuperset(needs)), "generic")
@@ -40,9 +45,7 @@ def _choose() -> str:
     machine = best_tier({name for name, has in llvm.get_host_cpu_features().items() if has})
     wanted = os.environ.get(VARIABLE) or None
     if wanted is None:
-        # NUMBA_CPU_FEATURES may have asked for less than the machine has.
-        features = {f[1:] for f in _compiled_for()[2].split(",") if f.startswith("+")}
-        return best_tier(features)
+        return best_tier(_features())
     if wanted not in TIERS:
         raise ValueError(f"{VARIABLE} must be one of {list(TIERS)}, got {wanted!r}")
     order = list(TIERS)
@@ -50,11 +53,15 @@ def _choose() -> str:
         raise ValueError(f"{VARIABLE}={wanted}, but the best that this machine can run is {machine}")
     if wanted != machine and IS_X86:
         config.CPU_NAME, config.CPU_FEATURES = _OLDER_PROCESSOR[wanted], ""
-        if _compiled_for()[1] != _OLDER_PROCESSOR[wanted]:
+        if _compiled_for()[2]:
             raise RuntimeError(
                 f"{VARIABLE}={wanted} comes too late: Numba has already compiled for this machine in this process; "
                 "import kvsketch before whatever else uses Numba"
             )
+    elif IS_X86 and best_tier(_features()) != wanted:
+        raise RuntimeError(
+            f"{VARIABLE}={wanted}, but NUMBA_CPU_NAME and NUMBA_CPU_FEATURES make Numba compile for less; unset them"
+        )
     return wanted
 
 

@@ -72,13 +72,16 @@ def bias_of(coefficients: str, signed: bool) -> int:
 
 
 def make_limit(bits: int, coefficients: str, *, signed: bool) -> Any:
-    """A function of the number of rows: the largest coefficient with which no sum leaves the range of int32."""
+    """A function of the number of rows: the largest coefficient with which no sum leaves the range of int32.
+
+    An int32 sums half of the rows, and the two halves of a score are added before they become float32.
+    """
     most = (32767 if coefficients == "int16" else 127) + bias_of(coefficients, signed)
     largest = LARGEST[coefficients][bits]
 
     @inner
     def limit(rows):  # type: ignore[no-untyped-def]
-        return min(most, (2**31 - 1) // (largest * max(rows // 2, 1)))
+        return min(most, (2**31 - 1) // (largest * max(rows if signed else rows // 2, 1)))
 
     return limit
 
@@ -286,24 +289,23 @@ def _store_lanes(bits: int, coefficients: str, queries: int) -> Any:
 
 
 def _add_to_mix(bits: int, coefficients: str, queries: int) -> Any:
-    """An operation that adds a part's sums times a plane's and query's factor to two running numbers a lane."""
+    """An operation that adds a part's sums times a query's factor to two running numbers a lane."""
     kind = types.UniTuple(ints, PLANES * queries)
 
     @intrinsic
-    def add_to_mix(_context: Any, sums: Any, factors: Any, factor_pitch: Any, target: Any, pitch: Any) -> Any:
-        def emit(b: ir.IRBuilder, sums: Any, factors: Any, factor_pitch: Any, target: Any, pitch: Any) -> None:
+    def add_to_mix(_context: Any, sums: Any, factors: Any, target: Any, pitch: Any) -> Any:
+        def emit(b: ir.IRBuilder, sums: Any, factors: Any, target: Any, pitch: Any) -> None:
             for query in range(queries):
                 address = b.add(target, b.mul(pitch, I64(query)))
+                factor = emit_splat(b, emit_load(b, factors, 4 * query, F32), LANES)
                 for plane in range(PLANES):
-                    start = b.add(b.extract_value(factors, plane), b.mul(factor_pitch, I64(query)))
-                    weight = ir.Constant(F32, plane_weight(bits, plane, coefficients))
-                    factor = emit_splat(b, b.fmul(emit_load(b, start, 0, F32), weight), LANES)
+                    weight = emit_constant(VECTORS["float32"], plane_weight(bits, plane, coefficients))
                     numbers = b.sitofp(b.extract_value(sums, plane * queries + query), VECTORS["float32"])
                     before = emit_load(b, address, 64 * plane, VECTORS["float32"])
-                    emit_store(b, address, 64 * plane, emit_multiply_add(b, numbers, factor, before))
+                    after = emit_multiply_add(b, numbers, b.fmul(factor, weight), before)
+                    emit_store(b, address, 64 * plane, after)
 
-        addresses = types.UniTuple(types.intp, PLANES)
-        return operation(types.void(kind, addresses, types.intp, types.intp, types.intp), emit)
+        return operation(types.void(kind, types.intp, types.intp, types.intp), emit)
 
     return add_to_mix
 
@@ -335,7 +337,7 @@ def make_score_block(bits: int, coefficients: str, queries: int) -> Any:
 def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
     """A function that adds 32 channels (lanes) of some pages' values to the mixes of `queries` queries.
 
-    Numbers and factors are those of each plane of 8 channels, the same for all where `shared`.
+    Numbers are those of each plane of 8 channels, the same for all where `shared`; factors those of the queries.
     """
     bias = bias_of(coefficients, signed=False)
     zero_sums, zero_codes = _zero_sums(queries), _zero_sums(1)
@@ -344,7 +346,7 @@ def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> 
     code_step, step = _unit_steps(bits, coefficients)
 
     @inner
-    def mix_block(codes, ahead, pages, page_step, units, numbers, pitch, factors, factor_pitch, target, target_pitch):  # type: ignore[no-untyped-def]
+    def mix_block(codes, ahead, pages, page_step, units, numbers, pitch, factors, target, target_pitch):  # type: ignore[no-untyped-def]
         n0, n1, n2, n3 = numbers
         for part in range(PARTS):
             sums = zero_sums()
@@ -362,6 +364,6 @@ def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> 
                     at = (n0 + offset, n1 + offset, n2 + offset, n3 + offset)
                     sums = add_unit(sums, start + code_step * unit, ahead, at, pitch)
                     offset += step
-            add_to_mix(sums, factors, factor_pitch, target + VECTOR_BYTES * part, target_pitch)
+            add_to_mix(sums, factors, target + VECTOR_BYTES * part, target_pitch)
 
     return mix_block

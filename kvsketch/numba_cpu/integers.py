@@ -10,9 +10,10 @@ from typing import Any
 
 from kvsketch.layout import SideSpec, unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.coefficients import make_fold, padded
+from kvsketch.numba_cpu.coefficients import make_fold, make_measure, padded
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_mix_block, make_score_block
 from kvsketch.numba_cpu.simd import load_float, load_long, load_word, store_float, store_word
+from kvsketch.numba_cpu.weights import largest_scales, make_fold_weights, make_scale_weights
 
 #: Most tokens that a kernel is given at a time; a whole number of pages of any size.
 TILE = 256
@@ -32,12 +33,12 @@ _padded = inner(padded)
 def score_scratch(spec: SideSpec) -> int:
     """Bytes that a score kernel works in."""
     pages = TILE // spec.tokens
-    return pages * RESULTS + padded(spec.rows) * (2 * 2 + 2 * QUERIES * pages)
+    return pages * (RESULTS + padded(spec.rows) * (4 + 2 * QUERIES))
 
 
 def mix_scratch(spec: SideSpec) -> int:
     """Bytes that a mix kernel works in."""
-    return spec.groups * (RESULTS + 2 * QUERIES * TILE)
+    return RESULTS + 4 * TILE * (1 + QUERIES) + spec.groups * (16 + 2 * QUERIES * TILE)
 
 
 @inner
@@ -79,13 +80,13 @@ def for_query_counts(make: Any) -> Any:
 def make_score(bits: int, coefficients: str) -> Any:
     """A kernel that scores `count` pages of keys, from the address of the first one's key side on.
 
-    Coefficients of all pages come first: what each waits for overlaps with the next one's work.
+    Each step is taken for all pages before the next: what a page waits for overlaps with the next page's work.
     """
     limit, midpoint = make_limit(bits, coefficients, signed=True), (2**bits - 1) / 2
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
 
     def make(queries: int) -> Any:
-        fold = make_fold(queries, coefficients, midpoint, signed=True)
+        measure, fold = make_measure(queries, midpoint), make_fold(queries, coefficients, midpoint)
         score_block = make_score_block(bits, coefficients, queries)
 
         @inner
@@ -94,25 +95,33 @@ def make_score(bits: int, coefficients: str) -> Any:
             wide, units, most = _padded(rows), rows // depth, limit(rows)
             ahead = AHEAD * step if first == 0 else 0
             results, numbers = scratch, scratch + RESULTS * count
-            padding = numbers + 2 * QUERIES * wide * count
+            scales, zeros = (
+                page + load_long(spec + SCALE) + 2 * part * rows,
+                page + load_long(spec + ZERO) + 2 * part * rows,
+            )
+            scale_step = step
+            if wide != rows:
+                padding = numbers + 2 * QUERIES * wide * count
+                for index in range(count):
+                    copy_padded(scales + index * step, rows, padding + 4 * wide * index, wide)
+                    copy_padded(zeros + index * step, rows, padding + 4 * wide * index + 2 * wide, wide)
+                scales, zeros, scale_step = padding, padding + 2 * wide, 4 * wide
             for index in range(count):
-                scales = page + index * step + load_long(spec + SCALE) + 2 * part * rows
-                zeros = page + index * step + load_long(spec + ZERO) + 2 * part * rows
-                if wide != rows:
-                    copy_padded(scales, rows, padding, wide)
-                    copy_padded(zeros, rows, padding + 2 * wide, wide)
-                    scales, zeros = padding, padding + 2 * wide
+                at = index * scale_step
+                measure(q, q_pitch, scales + at, zeros + at, ahead, wide, most, results + RESULTS * index)
+            row = size * wide
+            for index in range(count):
                 fold(
-                    q, q_pitch, scales, zeros, ahead, 1, 0, wide, most,
-                    numbers + size * wide * queries * index, size * wide, results + RESULTS * index,
+                    q, q_pitch, scales + index * scale_step, wide, numbers + row * queries * index, row,
+                    results + RESULTS * index,
                 )  # fmt: skip
             for index in range(count):
                 codes = page + index * step + load_long(spec + CODES) + part * blocks * units * block_bytes
                 target = scores + 4 * (index * load_long(spec + TOKENS) + 32 * part * blocks)
-                at, found = numbers + size * wide * queries * index, results + RESULTS * index
+                at, found = numbers + row * queries * index, results + RESULTS * index
                 for block in range(blocks):
                     score_block(
-                        codes + block * units * block_bytes, ahead, units, at, size * wide, found, found + CONSTANTS,
+                        codes + block * units * block_bytes, ahead, units, at, row, found, found + CONSTANTS,
                         target + 128 * block, pitch,
                     )  # fmt: skip
 
@@ -136,36 +145,36 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
 
     def make(queries: int) -> Any:
-        fold = make_fold(queries, coefficients, midpoint, signed=False)
+        scale_weights, fold_weights = make_scale_weights(queries), make_fold_weights(queries, coefficients, midpoint)
         mix_block = make_mix_block(bits, coefficients, queries, shared)
 
         @inner
         def mix_part(first, weights, weight_pitch, target, pitch, page, step, count, spec, base, scratch):  # type: ignore[no-untyped-def]
             tokens, group, groups = load_long(spec + TOKENS), load_long(spec + GROUP), load_long(spec + GROUPS)
-            units, row = tokens // depth, size * count * tokens
-            ahead = count * step if first == 0 else 0
-            most, numbers = limit(count * tokens), scratch + RESULTS * groups
+            total, units = count * tokens, tokens // depth
+            row, ahead = size * total, count * step if first == 0 else 0
+            scales, zeros = page + load_long(spec + SCALE), page + load_long(spec + ZERO)
+            largest, scaled = scratch + RESULTS, scratch + RESULTS + 4 * total
+            constants = scaled + 4 * total * queries
+            numbers = constants + 16 * groups
+            if first == 0:
+                largest_scales(scales, groups, count, step, tokens, largest)
+            scale_weights(weights, weight_pitch, largest, total, limit(total), scaled, 4 * total, scratch)
             for part in range(groups):
-                scales = page + load_long(spec + SCALE) + 2 * part * tokens
-                zeros = page + load_long(spec + ZERO) + 2 * part * tokens
-                results = scratch + RESULTS * part
-                fold(
-                    weights, weight_pitch, scales, zeros, ahead, count, step, tokens, most,
-                    numbers + row * queries * part, row, results,
+                fold_weights(
+                    weights, weight_pitch, scaled, 4 * total, scales + 2 * part * tokens, zeros + 2 * part * tokens,
+                    ahead, count, step, tokens, numbers + row * queries * part, row, scratch, constants + 16 * part,
                 )  # fmt: skip
                 for i in range(queries):
                     at = base + 4 * ((first + i) * groups + part)
-                    store_float(at, load_float(at) + load_float(results + CONSTANTS + 4 * i))
+                    store_float(at, load_float(at) + load_float(constants + 16 * part + 4 * i))
             for block in range((load_long(spec + WIDTH) + 31) // 32):
                 codes = page + load_long(spec + CODES) + block * units * block_bytes
                 g0, g1 = min(32 * block // group, groups - 1), min((32 * block + 8) // group, groups - 1)
                 g2, g3 = min((32 * block + 16) // group, groups - 1), min((32 * block + 24) // group, groups - 1)
                 wide = row * queries
                 at = (numbers + wide * g0, numbers + wide * g1, numbers + wide * g2, numbers + wide * g3)
-                factors = (
-                    scratch + RESULTS * g0, scratch + RESULTS * g1, scratch + RESULTS * g2, scratch + RESULTS * g3,
-                )  # fmt: skip
-                mix_block(codes, ahead, count, step, units, at, row, factors, 4, target + 256 * block, pitch)
+                mix_block(codes, ahead, count, step, units, at, row, scratch, target + 256 * block, pitch)
 
         return mix_part
 

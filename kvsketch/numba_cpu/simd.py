@@ -12,6 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
@@ -31,6 +32,7 @@ from kvsketch.numba_cpu.emit import (
     emit_maximum,
     emit_minimum,
     emit_multiply_add,
+    emit_prefetch,
     emit_reduce,
     emit_round,
     emit_splat,
@@ -103,6 +105,45 @@ def store_float(_context: Any, address: Any, x: Any) -> Any:
 def store_word(_context: Any, address: Any, x: Any) -> Any:
     """Write the low 16 bits of an integer at an address."""
     return operation(types.void(types.intp, types.intp), lambda b, a, x: emit_store(b, a, 0, b.trunc(x, I16)))
+
+
+@intrinsic
+def store_byte(_context: Any, address: Any, x: Any) -> Any:
+    """Write the low 8 bits of an integer at an address."""
+    return operation(types.void(types.intp, types.intp), lambda b, a, x: emit_store(b, a, 0, b.trunc(x, I8)))
+
+
+@intrinsic
+def store_long(_context: Any, address: Any, x: Any) -> Any:
+    """Write an int64 at an address."""
+    return operation(types.void(types.intp, types.int64), lambda b, a, x: emit_store(b, a, 0, x))
+
+
+@intrinsic
+def copy_bytes(_context: Any, source: Any, count: Any, target: Any) -> Any:
+    """Copy `count` bytes from one address to another; they do not overlap."""
+
+    def emit(b: ir.IRBuilder, source: Any, count: Any, target: Any) -> None:
+        pointers = [b.inttoptr(a, I8.as_pointer()) for a in (target, source)]
+        cgutils.raw_memcpy(b, *pointers, count, 1)
+
+    return operation(types.void(types.intp, types.intp, types.intp), emit)
+
+
+@intrinsic
+def clear_bytes(_context: Any, target: Any, count: Any) -> Any:
+    """Fill `count` bytes at an address with zeros."""
+
+    def emit(b: ir.IRBuilder, target: Any, count: Any) -> None:
+        cgutils.memset(b, b.inttoptr(target, I8.as_pointer()), count, 0)
+
+    return operation(types.void(types.intp, types.intp), emit)
+
+
+@intrinsic
+def prefetch(_context: Any, address: Any) -> Any:
+    """Ask for the 64-byte line at an address to be brought nearer; harmless wherever it points."""
+    return operation(types.void(types.intp), lambda b, a: emit_prefetch(b, a, 0))
 
 
 @intrinsic

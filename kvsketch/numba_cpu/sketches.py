@@ -8,7 +8,7 @@ import numpy as np
 
 from kvsketch.layout import SideSpec
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.coefficients import make_fold, padded
+from kvsketch.numba_cpu.coefficients import make_fold, make_measure, padded
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_score_block
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.integers import AHEAD, CONSTANTS, RESULTS, TOKENS, for_query_counts
@@ -113,12 +113,13 @@ def make_sketch_score(coefficients: str) -> Any:
 
     def make_fold_part(queries: int) -> Any:
         # A sign is 2*bit - 1: a code whose scale is 2 and whose zero is -1, or with the midpoint 0.
-        fold = make_fold(queries, coefficients, 0.5, signed=True)
+        measure, fold = make_measure(queries, 0.5), make_fold(queries, coefficients, 0.5)
 
         @inner
         def fold_part(first, sketches, pitch, numbers, number_pitch, ones, wide, most, estimate, results):  # type: ignore[no-untyped-def]
             at = results + RESULTS // QUERIES * first
-            fold(sketches, pitch, ones, ones + 2 * wide, 0, 1, 0, wide, most, numbers, number_pitch, at)
+            measure(sketches, pitch, ones, ones + 2 * wide, 0, wide, most, at)
+            fold(sketches, pitch, ones, wide, numbers, number_pitch, at)
             for i in range(queries):
                 store_float(at + 4 * i, np.float32(2) * estimate * load_float(at + 4 * i))
                 store_float(at + CONSTANTS + 4 * i, np.float32(2) * estimate * load_float(at + CONSTANTS + 4 * i))

@@ -14,6 +14,9 @@ from kvsketch.codecs import Codec, Exact, GroupedInts
 from kvsketch.layout import SideLayout, page_layout
 from kvsketch.rotation import draw_projection
 
+#: Relative L2 error that rounding queries and weights to coefficients of a kind may add to a result.
+ROUNDING = {"int16": 2e-4, "int8": 5e-2}
+
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -98,11 +101,20 @@ class Row(NamedTuple):
 
 
 def make_view(
-    keys: Codec, values: Codec, *, d: int, dv: int, h: int, rows: list[Row], dtype: str = "float32", seed: int = 0
+    keys: Codec,
+    values: Codec,
+    *,
+    d: int,
+    dv: int,
+    h: int,
+    rows: list[Row],
+    dtype: str = "float32",
+    seed: int = 0,
+    channels: Any = None,
 ) -> tuple[CacheView, list[tuple[Any, Any]]]:
     """A cache with the given rows, and the tokens that it holds: k (h, n, d) and v (h, n, dv) in float64 for each row.
 
-    What lies beyond a row's counts is NaN, in pages too.
+    What lies beyond a row's counts is NaN, in pages too. `channels` (h, outliers): those of the prompt's outliers.
     """
     layout = page_layout(keys, values, d, dv, key_dtype=dtype, value_dtype=dtype)
     sinks, count, window = (max(sizes) for sizes in zip(*rows, strict=True))
@@ -124,11 +136,12 @@ def make_view(
             sink[r, :, first] = x[:, first]
             recent[r, :, starts[r] : starts[r] + row.window] = x[:, last]
         here = records[r, :, : row.pages]
-        pages.encode_keys(k[:, encoded], layout.keys, out=here[..., : layout.value_offset], engine="reference")
+        key_records = here[..., : layout.value_offset]
+        pages.encode_keys(k[:, encoded], layout.keys, channels=channels, out=key_records, engine="reference")
         pages.encode_values(v[:, encoded], layout.values, out=here[..., layout.value_offset :], engine="reference")
         kept = []
-        for x, side in ((k, layout.keys), (v, layout.values)):
-            parts = [x[:, first], stored_numbers(x[:, encoded], side), x[:, last]] if row.pages else [x]
+        for x, side, chosen in ((k, layout.keys, channels), (v, layout.values, None)):
+            parts = [x[:, first], stored_numbers(x[:, encoded], side, chosen), x[:, last]] if row.pages else [x]
             kept.append(np.concatenate([part.astype(np.float64) for part in parts], axis=1))
         tokens.append((kept[0], kept[1]))
     counts = [np.array(sizes, np.int64) for sizes in zip(*rows, strict=True)]
@@ -173,3 +186,19 @@ def attend_exactly(
                 terms = abs(scale) * (np.abs(keys[seen]) @ np.abs(q[r, head, i])).max()
                 size = max(size, float(np.abs(values[seen]).max() * max(1.0, terms)))
     return out, size
+
+
+def assert_rounded(actual: Any, exact: Any, coefficients: str, *, terms: float = 1.0) -> None:
+    """Assert that results (b, hq, s, dv) are as near to float64 ones as rounded coefficients allow.
+
+    In L2 the error of the whole, and twice that of each query, is at most :data:`ROUNDING`, for scores whose products
+    sum to up to 32 in size; for larger `terms` it grows with them, as the error of scores does.
+    """
+    assert actual.shape == exact.shape
+    limit = ROUNDING[coefficients] * max(1.0, terms / 32)
+    error, size = np.linalg.norm(actual.astype(np.float64) - exact, axis=-1), np.linalg.norm(exact, axis=-1)
+    whole = float(np.linalg.norm(size))
+    assert np.linalg.norm(error) <= limit * whole, f"error {np.linalg.norm(error) / whole:.2e}, limit {limit:.2e}"
+    usual = whole / max(int(np.count_nonzero(size)), 1) ** 0.5
+    worst = (error - 2 * limit * np.maximum(size, usual)).max(initial=0)
+    assert worst <= 0, f"a query's error is {worst / usual:.2e} above the limit"

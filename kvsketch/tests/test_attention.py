@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsketch.attention import attend
+from kvsketch.attention import COEFFICIENTS, attend
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch
 from kvsketch.numba_cpu.attention import FUSED_QUERIES, RUN_TOKENS
 from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same
-from kvsketch.tests.page_cases import DTYPES, Row, attend_exactly, make_view
+from kvsketch.tests.page_cases import DTYPES, Row, assert_rounded, attend_exactly, make_view
 
 KEYS: dict[str, Codec] = {
     "ints1": GroupedInts(1, 32),
@@ -31,6 +31,11 @@ VALUES: dict[str, Codec] = {
     "ints8": GroupedInts(8, 32),
     "exact": Exact(),
 }
+#: Bits and groups of values: blocks of 32 channels that have one scale, and that have several, of all bits.
+VALUE_GROUPS = [
+    *((1, 32), (1, 24), (2, 8), (2, 40), (2, 64), (2, 128), (3, 8), (3, 40), (3, 128)),
+    *((4, 64), (4, 24), (8, 32), (8, 8), (8, 24), (8, 40)),
+]
 INTS = (GroupedInts(2, 32), GroupedInts(2, 32))
 #: Rows without pages, window or first tokens, without anything, and with several runs of pages.
 RAGGED = [Row(4, 3, 7), Row(0, 0, 0), Row(0, 0, 5), Row(2, 0, 0), Row(0, 1, 0), Row(4, 40, 33), Row(0, 7, 150)]
@@ -43,12 +48,21 @@ def queries(b, hq, s, d, dtype="float32", seed=0):
 
 
 def check(engine, q, view, tokens, **options):
-    """Compare with float64, then with the reference engine's own error; returns the result."""
+    """Compare with float64 and, where nothing is rounded, with the reference engine's own error; returns the result.
+
+    With coefficients of each kind where these are used; the result is that of the default.
+    """
     exact, size = attend_exactly(q, tokens, **options)
+    largest = max((float(np.abs(v).max()) for _, v in tokens if v.size), default=0.0)
+    fused = engine != "reference" and q.shape[1] // view.pages.shape[1] * q.shape[2] <= FUSED_QUERIES
+    if fused and not view.layout.keys.codec == view.layout.values.codec == Exact():
+        for kind in COEFFICIENTS:
+            rounded = attend(q, view, engine=engine, coefficients=kind, **options)
+            assert_rounded(rounded, exact, kind, terms=size / largest if largest else 1.0)
+        return attend(q, view, engine=engine, **options)
     actual = attend(q, view, engine=engine, **options)
     assert_accurate(actual, exact, exact.astype(np.float32), size=size)
     if engine != "reference":
-        largest = max((float(np.abs(v).max()) for _, v in tokens if v.size), default=0.0)
         assert_accurate(actual, exact, attend(q, view, engine="reference", **options), size=largest)
     return actual
 
@@ -69,7 +83,13 @@ def test_every_key_codec_with_every_value_codec(keys, values, engine):
 @pytest.mark.parametrize(
     ("keys", "values"), [("ints2", "ints2"), ("ints3", "ints3"), ("sketch-outliers", "ints1"), ("exact", "exact")]
 )
-@pytest.mark.parametrize(("d", "dv"), [(1, 1), (5, 37), (37, 5), (64, 80), (96, 64), (130, 257), (257, 96), (512, 512)])
+@pytest.mark.parametrize(
+    ("d", "dv"),
+    [
+        *((1, 1), (5, 37), (37, 5), (8, 24), (24, 8), (64, 80), (80, 128), (96, 64), (128, 200), (200, 96)),
+        *((130, 257), (257, 96), (512, 512)),
+    ],
+)
 def test_head_sizes(d, dv, keys, values, engine):
     if KEYS[keys] == KEYS["sketch-outliers"] and d < 3:
         keys = "sketch"
@@ -78,11 +98,44 @@ def test_head_sizes(d, dv, keys, values, engine):
 
 
 @per_engine
-@pytest.mark.parametrize("s", [1, 3, 16])
-@pytest.mark.parametrize("ratio", [1, 3, 4, 7])
-def test_query_heads_share_key_heads_in_runs(ratio, s, engine):
+@pytest.mark.parametrize("values", [GroupedInts(bits, group) for bits, group in VALUE_GROUPS], ids=str)
+def test_value_groups(values, engine):
+    """Groups of several planes of 8 channels, of one, and that end inside a block of 32 or behind the last channel."""
+    view, tokens = make_view(Exact(), values, d=8, dv=136, h=2, rows=[Row(4, 11, 9), Row(0, 2, 0)])
+    check(engine, queries(2, 6, 2, 8), view, tokens)
+
+
+@per_engine
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_key_groups(bits, group, engine):
+    """More pages than a tile holds, and a number of channels that does not fill a row of coefficients."""
+    view, tokens = make_view(GroupedInts(bits, group), Exact(), d=40, dv=8, h=1, rows=[Row(4, 320 // group + 1, 9)])
+    check(engine, queries(1, 3, 2, 40), view, tokens)
+
+
+@per_engine
+@pytest.mark.parametrize(("d", "highest"), [(24, 20), (300, 299)])
+def test_sketches_whose_pages_share_their_outlier_channels(d, highest, engine):
+    """Channels of the prompt, different for each head; and pages that choose from few, so that only some agree."""
+    prompt = SignSketch(m=72, outliers=3, outlier_m=40, outlier_channels="prompt")
+    channels = np.array([[3, 7, highest], [0, 1, 5]])
+    view, tokens = make_view(prompt, VALUES["ints2"], d=d, dv=24, h=2, rows=[Row(4, 11, 9)], channels=channels)
+    check(engine, queries(1, 6, 2, d), view, tokens)
+    view, tokens = make_view(KEYS["sketch-outliers"], VALUES["ints2"], d=4, dv=24, h=2, rows=[Row(4, 11, 9)])
+    check(engine, queries(1, 6, 2, 4), view, tokens)
+
+
+#: Query heads on a key/value head, and positions: all numbers of both, and every remainder of their product by 4.
+SHAPES = [*((ratio, 1) for ratio in (1, 2, 3, 4, 5, 6, 7, 8, 12)), *((1 + s % 3, s) for s in range(2, 17)), (12, 10)]
+
+
+@per_engine
+@pytest.mark.parametrize("codecs", [("ints2", "ints2"), ("sketch-outliers", "ints4")])
+@pytest.mark.parametrize(("ratio", "s"), SHAPES)
+def test_query_heads_share_key_heads_in_runs(ratio, s, codecs, engine):
     """T13: ratio 7 is Qwen2's."""
-    view, tokens = make_view(*INTS, d=40, dv=24, h=2, rows=[Row(4, 2, 20)])
+    view, tokens = make_view(KEYS[codecs[0]], VALUES[codecs[1]], d=40, dv=24, h=2, rows=[Row(4, 2, 20)])
     check(engine, queries(1, 2 * ratio, s, 40), view, tokens)
 
 

@@ -1,4 +1,4 @@
-"""Attention over pages: torch's as an oracle, threads, memory, numbers that are large or not numbers, and errors."""
+"""Attention over pages: torch's as an oracle, threads, memory, rounding, numbers that are large or none, and errors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvsketch.attention import attend
+from kvsketch import pages
+from kvsketch.attention import COEFFICIENTS, CacheView, attend
 from kvsketch.codecs import Exact, GroupedInts, SignSketch
 from kvsketch.layout import page_layout
 from kvsketch.numba_cpu import _threads
 from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same
-from kvsketch.tests.page_cases import Row, attend_exactly, make_view
+from kvsketch.tests.page_cases import ROUNDING, Row, assert_rounded, attend_exactly, make_view
 
 INTS = (GroupedInts(2, 32), GroupedInts(2, 32))
 
 per_engine = pytest.mark.parametrize("engine", CPU_ENGINES)
+per_kind = pytest.mark.parametrize("kind", COEFFICIENTS)
 
 
 def queries(b, hq, s, d, seed=0):
@@ -49,8 +51,9 @@ def test_exact_pages_attend_as_torch_does(dtype, engine):
 # ---- threads and memory ----
 
 
+@per_kind
 @pytest.mark.parametrize("codecs", [INTS, (SignSketch(m=64, outliers=2, outlier_m=16), GroupedInts(3, 64))])
-def test_results_do_not_depend_on_the_number_of_threads(codecs, monkeypatch):
+def test_results_do_not_depend_on_the_number_of_threads(codecs, kind, monkeypatch):
     monkeypatch.setattr("kvsketch.numba_cpu.attention.THREADED_WORK", 0)
     # So many heads that the number of parts, not the length, decides how they are split.
     view, _ = make_view(*codecs, d=16, dv=24, h=8, rows=[Row(4, 60, 9), Row(0, 13, 40)])
@@ -59,11 +62,32 @@ def test_results_do_not_depend_on_the_number_of_threads(codecs, monkeypatch):
         found = []
         for threads in (1, 2, 5):
             _threads.set_num_threads(threads)
-            found += [attend(q, view, engine="numba_cpu") for _ in range(3)]
+            found += [attend(q, view, coefficients=kind, engine="numba_cpu") for _ in range(3)]
     finally:
         _threads.set_num_threads(before)
     for other in found[1:]:
         assert_same(other, found[0])
+
+
+@per_kind
+@pytest.mark.parametrize("codecs", [INTS, (SignSketch(m=64, outliers=2, outlier_m=16), GroupedInts(3, 64))])
+@pytest.mark.parametrize("ratio", [4, 7])
+def test_results_do_not_depend_on_the_order_of_queries(ratio, codecs, kind):
+    """Queries are taken a few at a time: whole blocks of them give the same bits, a last one may sum in another order.
+
+    Rounding of coefficients is of a query alone, so that what differs is far below it.
+    """
+    view, _ = make_view(*codecs, d=40, dv=24, h=1, rows=[Row(4, 12, 9)])
+    q = queries(1, ratio, 2, 40)
+    limits = np.full((1, 2), view.lengths[0])
+    straight = attend(q, view, limits=limits, coefficients=kind, engine="numba_cpu")
+    for order in ([*range(1, ratio), 0], [*range(ratio)][::-1]):
+        found = attend(q[:, order, ::-1], view, limits=limits, coefficients=kind, engine="numba_cpu")
+        turned = straight[:, order, ::-1]
+        if ratio == 4:
+            assert_same(found, turned)
+        else:
+            np.testing.assert_allclose(found, turned, rtol=0, atol=4e-6 * np.abs(turned).max())
 
 
 def long_cache(h=4, d=64, n=16384):
@@ -128,13 +152,15 @@ def test_compiled_code_does_not_decode_the_cache_either():
 # ---- numbers ----
 
 
+@per_kind
 @per_engine
+@pytest.mark.parametrize("keys", [INTS[0], SignSketch(m=64, outliers=2, outlier_m=16)], ids=["ints", "sketch"])
 @pytest.mark.parametrize("where", ["first tokens", "page of keys", "page of values", "window", "query"])
-def test_what_is_not_a_number_stays_in_its_head(where, engine):
+def test_what_is_not_a_number_stays_in_its_head(where, keys, engine, kind):
     """T19: NaN in a token of one key/value head, or in one query, spoils that head's or query's results alone."""
-    view, _ = make_view(*INTS, d=16, dv=24, h=2, rows=[Row(4, 3, 9), Row(4, 3, 9)])
+    view, _ = make_view(keys, INTS[1], d=16, dv=24, h=2, rows=[Row(4, 3, 9), Row(4, 3, 9)])
     q = queries(2, 6, 2, 16)
-    clean = attend(q, view, engine=engine)
+    clean = attend(q, view, coefficients=kind, engine=engine)
     spoilt = np.zeros(clean.shape, bool)
     spoilt[1, 3:] = True
     if where == "query":
@@ -147,9 +173,10 @@ def test_what_is_not_a_number_stays_in_its_head(where, engine):
         view.window_k[1, 1, view.window_starts[1] + 2, 5] = np.nan
     else:
         side = view.layout.keys if where == "page of keys" else view.layout.values
-        offset = side.field("zero").offset + (view.layout.value_offset if side is view.layout.values else 0)
+        name = "norms" if side.codec == keys and keys != INTS[0] else "zero"
+        offset = side.field(name).offset + (view.layout.value_offset if side is view.layout.values else 0)
         view.pages[1, 1, 2, offset : offset + 2] = np.array([np.nan], np.float16).view(np.uint8)
-    out = attend(q, view, engine=engine)
+    out = attend(q, view, coefficients=kind, engine=engine)
     np.testing.assert_array_equal(out[~spoilt], clean[~spoilt])
     if where == "page of values":
         assert np.isnan(out[1, 3:]).any(axis=-1).all()
@@ -157,34 +184,98 @@ def test_what_is_not_a_number_stays_in_its_head(where, engine):
         assert np.isnan(out[spoilt]).all()
 
 
+def is_rounded(engine, view):
+    return engine != "reference" and not view.layout.keys.codec == view.layout.values.codec == Exact()
+
+
+def check(actual, exact, kind, size, largest, rounded):
+    """Compare with float64, by what is lost to rounded coefficients where there are any."""
+    if rounded:
+        assert_rounded(actual, exact, kind, terms=size / largest)
+    else:
+        assert_accurate(actual, exact, exact.astype(np.float32), size=size)
+
+
+@per_kind
 @per_engine
 @pytest.mark.parametrize("codecs", [INTS, (Exact(), Exact()), (SignSketch(m=64), GroupedInts(3, 16))])
-def test_large_scores(codecs, engine):
+def test_large_scores(codecs, engine, kind):
     """Scores of 1e4: one token takes all, in whichever tile it is; no overflow, no warning."""
     view, tokens = make_view(*codecs, d=16, dv=24, h=1, rows=[Row(4, 20, 9)])
-    q = queries(1, 2, 4, 16)
+    q, largest = queries(1, 2, 4, 16), np.abs(tokens[0][1]).max()
     for scale in (1e3, -1e3):
         scores = scale * np.einsum("hsd,nd->hsn", q[0].astype(np.float64), tokens[0][0][0])
         assert np.abs(scores).max() > 5e3
-        exact, size = attend_exactly(q, tokens, scale=scale)
-        actual = attend(q, view, scale=scale, engine=engine)
-        assert_accurate(actual, exact, exact.astype(np.float32), size=size)
-        capped = attend(q, view, scale=scale, softcap=30.0, engine=engine)
-        exact, size = attend_exactly(q, tokens, scale=scale, softcap=30.0)
-        assert_accurate(capped, exact, exact.astype(np.float32), size=size)
+        for softcap in (None, 30.0):
+            exact, size = attend_exactly(q, tokens, scale=scale, softcap=softcap)
+            actual = attend(q, view, scale=scale, softcap=softcap, coefficients=kind, engine=engine)
+            check(actual, exact, kind, size, largest, is_rounded(engine, view))
 
 
+@per_kind
 @per_engine
-def test_a_later_maximum_takes_over_from_earlier_tiles(engine):
+def test_a_later_maximum_takes_over_from_earlier_tiles(engine, kind):
     """Weights are rescaled when a larger score is met: scores rise by 3 a token, in exact tokens and in pages."""
     view, tokens = make_view(*INTS, d=16, dv=24, h=1, rows=[Row(4, 20, 200)])
     n = int(view.lengths[0])
     rise = (3 * np.arange(n, dtype=np.float32)).reshape(1, 1, 1, n)
-    q = np.zeros((1, 1, 1, 16), np.float32)
+    q, largest = np.zeros((1, 1, 1, 16), np.float32), float(np.abs(tokens[0][1]).max())
     for bias in (rise, -rise, np.where(np.arange(n) % 100 == 0, rise, 0).astype(np.float32)):
         exact, _ = attend_exactly(q, tokens, bias=bias)
-        actual = attend(q, view, bias=bias, engine=engine)
-        assert_accurate(actual, exact, exact.astype(np.float32), size=float(np.abs(tokens[0][1]).max()) * 4)
+        actual = attend(q, view, bias=bias, coefficients=kind, engine=engine)
+        check(actual, exact, kind, 4 * largest, largest, is_rounded(engine, view))
+
+
+# ---- what rounding costs ----
+
+
+def long_view(data, mean, keys, d=128, n=4096):
+    """A cache of n tokens in pages, queries for it, and its decoded tokens in float64."""
+    rng = np.random.default_rng(11)
+    k, v = rng.standard_normal((2, 2, n, d), dtype=np.float32)
+    q = rng.standard_normal((1, 8, 1, d), dtype=np.float32)
+    v += np.float32(mean) * rng.standard_normal(d, dtype=np.float32)
+    if data == "peaked":
+        q *= 4
+    elif data == "outlier channels":
+        k[..., [7, 100]] *= 10
+    elif data == "sink":  # half of the weight on one token, whose value is small
+        direction = q.reshape(2, 4, d).mean(axis=1)
+        k[:, 1000], v[:, 1000] = 0, v[:, 1000] / 50
+        spread = np.log(np.exp(np.einsum("hd,hnd->hn", direction, k) / np.sqrt(d)).sum(axis=1))
+        k[:, 1000] = direction * (spread * np.sqrt(d) / np.square(direction).sum(axis=1))[:, None]
+    layout = page_layout(keys, INTS[1], d, d)
+    records = np.zeros((1, 2, n // layout.page_tokens, layout.record_bytes), np.uint8)
+    parts = records[0, ..., : layout.value_offset], records[0, ..., layout.value_offset :]
+    pages.encode_keys(k, layout.keys, out=parts[0])
+    pages.encode_values(v, layout.values, out=parts[1])
+    none, zero = np.zeros((1, 2, 0, d), np.float32), np.zeros(1, np.int64)
+    view = CacheView(layout, records, np.array([records.shape[2]]), none, none, zero, none, none, zero, zero)
+    decoded = pages.decode_keys(parts[0], layout.keys), pages.decode_values(parts[1], layout.values)
+    return q, view, [x.astype(np.float64) for x in decoded]
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("data", ["normal", "peaked", "outlier channels", "sink"])
+@pytest.mark.parametrize("keys", [INTS[0], SignSketch(m=256)], ids=["ints", "sketch"])
+def test_rounded_coefficients_cost_what_is_promised(keys, data, mean):
+    """Relative L2 error against float64 on the same pages: of the mean query, and twice as much of the worst one."""
+    q, view, (k, v) = long_view(data, mean, keys)
+    scores = np.einsum("hgd,hnd->hgn", q.reshape(2, 4, -1).astype(np.float64), k) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    if data == "sink" and keys == INTS[0]:
+        assert 0.1 < np.median(weights[..., 1000]) < 0.9
+    exact = (weights @ v).reshape(1, 8, 1, -1)
+    errors = []
+    for kind in COEFFICIENTS:
+        actual = attend(q, view, coefficients=kind, engine="numba_cpu")
+        error = np.linalg.norm(actual - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+        assert error.mean() <= ROUNDING[kind], f"{kind}: {error.mean():.2e}"
+        assert error.max() <= 2 * ROUNDING[kind], f"{kind}: {error.max():.2e}"
+        errors.append(error.mean())
+    # Eight bits more make an error a hundredth and less; no less than float32's own.
+    assert 1e-7 < errors[0] < errors[1] / 50
 
 
 # ---- errors ----
@@ -195,7 +286,7 @@ def test_arguments_that_do_not_fit_are_refused():
     q = queries(2, 4, 3, 16)
     with pytest.raises(TypeError, match="q has dtype float64; cast it to one of"):
         attend(q.astype(np.float64), view)
-    with pytest.raises(TypeError, match=r"expected a NumPy or CuPy array, got builtins\.list"):
+    with pytest.raises(TypeError, match="q must be a NumPy or CuPy array, got list"):
         attend(q.tolist(), view)
     with pytest.raises(ValueError, match=r"q must have shape \(b, hq, s, d\), got \(4, 3, 16\)"):
         attend(q[0], view)
@@ -218,5 +309,7 @@ def test_arguments_that_do_not_fit_are_refused():
     for shape in ((2, 1, 3, n - 1), (1, 1, 3, n), (2, 2, 3, n), (2, 1, 1, n), (2, 3, n)):
         with pytest.raises(ValueError, match=rf"bias must have shape \(2, 1 or 4, 3, n >= {n}\), got"):
             attend(q, view, bias=np.zeros(shape, np.float32))
+    with pytest.raises(ValueError, match=r"coefficients must be .*int16.*int8.*, got 'int4'"):
+        attend(q, view, coefficients="int4")
     with pytest.raises(ValueError, match="engine='cuda_raw' does not run on numpy arrays"):
         attend(q, view, engine="cuda_raw")

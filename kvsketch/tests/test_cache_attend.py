@@ -19,6 +19,7 @@ from kvsketch.tests.cache_cases import (
     make_cache,
     make_tokens,
 )
+from kvsketch.tests.page_cases import assert_rounded
 
 
 def make_queries(seed: int, b: int, hq: int, s: int, d: int = 16) -> Any:
@@ -40,7 +41,11 @@ def expected_rows(cache: Cache, q: Any, valid: Any, visible: Any = None, added: 
 
 
 def check(cache: Cache, q: Any, expected: Any, **options: Any) -> None:
-    """Compare with float64, the reference engine's own error being the yardstick."""
+    """Compare with float64, the reference engine's own error being the yardstick but where coefficients are rounded."""
+    if cache.engine != "reference" and not cache.settings.keys == cache.settings.values == Exact():
+        # Some key channels are ten times as large as the others, whose coefficients then have fewer bits.
+        assert_rounded(cache.attend(q, **options), expected, "int16", terms=64)
+        return
     engine, cache.engine = cache.engine, "reference"
     reference = cache.attend(q, **options)
     cache.engine = engine

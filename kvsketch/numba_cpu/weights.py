@@ -1,0 +1,248 @@
+"""Softmax weights as integers: what is folded into the codes of a tile of values, rounded once.
+
+A coefficient is a weight times a float16 scale. With `limit` the largest integer allowed, all coefficients of a query
+on a tile are multiplied by ``limit/largest``, with the largest weight times the largest of its token's scales for
+`largest`, and rounded: an error of at most half of ``largest/limit`` each. No weight is negative, so that 16 bits hold
+coefficients up to 65535, stored less :func:`kvsketch.numba_cpu.dots.bias_of`. Codes count from their midpoint.
+
+Some queries are taken at a time. Scales and zeros of a group lie in runs of `tokens` float16 numbers, a multiple of 32,
+one for each of `pages` pages that start `step` bytes apart; weights of a query follow one another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kvsketch.numba_cpu._compile import inner
+from kvsketch.numba_cpu.coefficients import SMALLEST, collect, emit_coefficients, extract_all
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, bias_of
+from kvsketch.numba_cpu.emit import (
+    F32,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VECTORS,
+    emit_constant,
+    emit_halves,
+    emit_load,
+    emit_maximum,
+    emit_multiply_add,
+    emit_prefetch,
+    emit_reduce_each,
+    emit_round,
+    emit_splat,
+    emit_store,
+)
+from kvsketch.numba_cpu.simd import (
+    floats,
+    ints,
+    load_float,
+    load_floats,
+    load_halves,
+    maximum,
+    operation,
+    splat,
+    store_floats,
+)
+
+
+@inner
+def largest_scales(scales, groups, pages, step, tokens, target):  # type: ignore[no-untyped-def]
+    """The largest scale of each token, float32, from the address of the first group's on."""
+    for page in range(pages):
+        for i in range(0, tokens, LANES):
+            at = scales + page * step + 2 * i
+            top = load_halves(at)
+            for group in range(1, groups):
+                top = maximum(load_halves(at + 2 * tokens * group), top)
+            store_floats(target + 4 * (page * tokens + i), top)
+
+
+def _start_tops(queries: int) -> Any:
+    kind = types.UniTuple(floats, queries)
+
+    @intrinsic
+    def start_tops(_context: Any) -> Any:
+        zero = emit_constant(VECTORS["float32"], 0.0)
+        return operation(kind(), lambda b: ir.Constant(ir.ArrayType(zero.type, queries), [zero] * queries))
+
+    return start_tops
+
+
+def _measure_tops(queries: int) -> Any:
+    """An operation on a vector of weights of each query: the largest products with `scales` so far."""
+    kind = types.UniTuple(floats, queries)
+
+    @intrinsic
+    def measure_tops(_context: Any, tops: Any, weights: Any, pitch: Any, scales: Any) -> Any:
+        def emit(b: ir.IRBuilder, tops: Any, weights: Any, pitch: Any, scales: Any) -> Any:
+            scale, vectors = emit_load(b, scales, 0, VECTORS["float32"]), extract_all(b, tops)
+            for query in range(queries):
+                x = emit_load(b, b.add(weights, b.mul(pitch, I64(query))), 0, VECTORS["float32"])
+                vectors[query] = emit_maximum(b, b.fmul(x, scale), vectors[query])
+            return collect(b, VECTORS["float32"], vectors)
+
+        return operation(kind(kind, types.intp, types.intp, types.intp), emit)
+
+    return measure_tops
+
+
+def _settle_tops(queries: int) -> Any:
+    """An operation that writes each query's factor of a coefficient and its inverse, four numbers each."""
+    kind = types.UniTuple(floats, queries)
+
+    @intrinsic
+    def settle_tops(_context: Any, tops: Any, limit: Any, target: Any) -> Any:
+        def emit(b: ir.IRBuilder, tops: Any, limit: Any, target: Any) -> None:
+            top = emit_reduce_each(b, extract_all(b, tops), emit_maximum)
+            limits, none = emit_splat(b, limit, 4), emit_constant(top.type, 0.0)
+            enough = b.fcmp_ordered(">", top, emit_constant(top.type, SMALLEST))
+            emit_store(b, target, 0, b.select(enough, b.fdiv(top, limits), none))
+            emit_store(b, target, 16, b.select(enough, b.fdiv(limits, top), none))
+
+        return operation(types.void(kind, types.float32, types.intp), emit)
+
+    return settle_tops
+
+
+def _start_group(queries: int) -> Any:
+    """An operation that gives what :func:`_round_weights` starts from: sums of coefficients and of weight*zero."""
+    kind = types.Tuple((types.UniTuple(ints, queries), types.UniTuple(floats, queries)))
+
+    @intrinsic
+    def start_group(_context: Any) -> Any:
+        def emit(b: ir.IRBuilder) -> Any:
+            integers = collect(b, VECTORS["int32"], [emit_constant(VECTORS["int32"], 0)] * queries)
+            numbers = collect(b, VECTORS["float32"], [emit_constant(VECTORS["float32"], 0.0)] * queries)
+            return _pair(b, integers, numbers)
+
+        return operation(kind(), emit)
+
+    return start_group
+
+
+def _pair(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    result = ir.Constant(ir.LiteralStructType([x.type, y.type]), ir.Undefined)
+    return b.insert_value(b.insert_value(result, x, 0), y, 1)
+
+
+def _round_weights(queries: int, coefficients: str, midpoint: float) -> Any:
+    """An operation on two vectors of weights of each query and the same times their inverse factors.
+
+    Stores the coefficients of a group; gives their sums, and the sums of weight*zero, so far.
+    """
+    integers, numbers = types.UniTuple(ints, queries), types.UniTuple(floats, queries)
+    bias = bias_of(coefficients, signed=False)
+
+    @intrinsic
+    def round_weights(
+        _context: Any, totals: Any, sums: Any, weights: Any, pitch: Any, scaled: Any, scaled_pitch: Any, scales: Any,
+        zeros: Any, ahead: Any, target: Any, target_pitch: Any,
+    ) -> Any:  # fmt: skip
+        def emit(
+            b: ir.IRBuilder, totals: Any, sums: Any, weights: Any, pitch: Any, scaled: Any, scaled_pitch: Any,
+            scales: Any, zeros: Any, ahead: Any, target: Any, row: Any,
+        ) -> Any:  # fmt: skip
+            emit_prefetch(b, b.add(scales, ahead), 0)
+            emit_prefetch(b, b.add(zeros, ahead), 0)
+            halves, kind = ir.VectorType(I16, LANES), VECTORS["float32"]
+            scale = [emit_halves(b, emit_load(b, scales, 2 * LANES * i, halves)) for i in range(2)]
+            zero = [emit_halves(b, emit_load(b, zeros, 2 * LANES * i, halves)) for i in range(2)]
+            middle, less = emit_constant(kind, midpoint), emit_constant(kind, -bias)
+            zero = [emit_multiply_add(b, x, middle, z) for x, z in zip(scale, zero, strict=True)]
+            results, constants = extract_all(b, totals), extract_all(b, sums)
+            for query in range(queries):
+                weight, large = (
+                    b.add(start, b.mul(step, I64(query))) for start, step in ((weights, pitch), (scaled, scaled_pitch))
+                )
+                rounded = []
+                for i in range(2):
+                    x = emit_load(b, weight, 4 * LANES * i, kind)
+                    constants[query] = emit_multiply_add(b, x, zero[i], constants[query])
+                    x = emit_load(b, large, 4 * LANES * i, kind)
+                    rounded.append(emit_round(b, emit_multiply_add(b, x, scale[i], less)))
+                address = b.add(target, b.mul(row, I64(query)))
+                results[query] = emit_coefficients(b, coefficients, address, rounded, results[query])
+            return _pair(b, collect(b, VECTORS["int32"], results), collect(b, kind, constants))
+
+        result = types.Tuple((integers, numbers))
+        return operation(result(integers, numbers, *(types.intp,) * 9), emit)
+
+    return round_weights
+
+
+def _settle_group(queries: int, midpoint: float) -> Any:
+    """An operation that writes four numbers: what is to be added to factor*sum(coefficient*code).
+
+    `bias` is what all coefficients together are stored less by.
+    """
+    integers, numbers = types.UniTuple(ints, queries), types.UniTuple(floats, queries)
+
+    @intrinsic
+    def settle_group(_context: Any, totals: Any, sums: Any, bias: Any, factors: Any, target: Any) -> Any:
+        def emit(b: ir.IRBuilder, totals: Any, sums: Any, bias: Any, factors: Any, target: Any) -> None:
+            four = ir.VectorType(F32, 4)
+            total = emit_reduce_each(b, extract_all(b, totals), ir.IRBuilder.add)
+            total = b.sitofp(b.add(total, emit_splat(b, b.trunc(bias, I32), 4)), four)
+            factor = b.fmul(emit_load(b, factors, 0, four), emit_constant(four, -midpoint))
+            constant = emit_reduce_each(b, extract_all(b, sums), ir.IRBuilder.fadd)
+            emit_store(b, target, 0, emit_multiply_add(b, total, factor, constant))
+
+        return operation(types.void(integers, numbers, types.intp, types.intp, types.intp), emit)
+
+    return settle_group
+
+
+def make_scale_weights(queries: int) -> Any:
+    """A function that multiplies `count` weights of each query by the inverse of its factor, which it finds.
+
+    ``results`` gets four factors and four inverses.
+    """
+    start_tops, measure_tops, settle_tops = _start_tops(queries), _measure_tops(queries), _settle_tops(queries)
+
+    @inner
+    def scale_weights(weights, pitch, scales, count, limit, target, target_pitch, results):  # type: ignore[no-untyped-def]
+        tops = start_tops()
+        for i in range(0, count, LANES):
+            tops = measure_tops(tops, weights + 4 * i, pitch, scales + 4 * i)
+        settle_tops(tops, np.float32(limit), results)
+        for query in range(queries):
+            factor = splat(load_float(results + 16 + 4 * query))
+            source, out = weights + pitch * query, target + target_pitch * query
+            for i in range(0, count, LANES):
+                store_floats(out + 4 * i, load_floats(source + 4 * i) * factor)
+
+    return scale_weights
+
+
+def make_fold_weights(queries: int, coefficients: str, midpoint: float) -> Any:
+    """A function that turns weight*scale of one group into coefficients.
+
+    ``constants`` gets four numbers: what is to be added to factor*sum(coefficient*code) to make it
+    sum(weight*(scale*code + zero)).
+    """
+    start_group, round_weights = _start_group(queries), _round_weights(queries, coefficients, midpoint)
+    settle_group, size = _settle_group(queries, midpoint), COEFFICIENT_BYTES[coefficients] // 8
+    bias = bias_of(coefficients, signed=False)
+
+    @inner
+    def fold_weights(
+        weights, pitch, scaled, scaled_pitch, scales, zeros, ahead, pages, step, tokens, target, row, factors, constants
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        totals, sums = start_group()
+        for page in range(pages):
+            for i in range(0, tokens, 2 * LANES):
+                at, offset = page * step + 2 * i, page * tokens + i
+                totals, sums = round_weights(
+                    totals, sums, weights + 4 * offset, pitch, scaled + 4 * offset, scaled_pitch,
+                    scales + at, zeros + at, ahead, target + size * offset, row,
+                )  # fmt: skip
+        settle_group(totals, sums, bias * pages * tokens, factors, constants)
+
+    return fold_weights

@@ -1,0 +1,201 @@
+"""Queries and weights rounded to integer coefficients: their size, their order in memory and their constants."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from kvsketch.numba_cpu._compile import compile_address
+from kvsketch.numba_cpu.coefficients import make_fold, make_measure, padded
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, bias_of, make_limit
+from kvsketch.numba_cpu.simd import LANES
+from kvsketch.numba_cpu.weights import largest_scales, make_fold_weights, make_scale_weights
+
+#: The middle of 3-bit codes: not a whole number, as for every number of bits.
+MIDPOINT = 3.5
+FORMATS = [("int16", True), ("int16", False), ("int8", True), ("int8", False)]
+
+per_format = pytest.mark.parametrize(("kind", "signed"), FORMATS)
+
+
+@lru_cache
+def fold_kernel(kind, signed):
+    """A function that makes coefficients for a number of queries: of queries, or of weights in pages of one group."""
+    counts = [min(count, QUERIES) for count in range(1, 5)]
+    if signed:
+        measure1, measure2, measure3, measure4 = (make_measure(count, MIDPOINT) for count in counts)
+        fold1, fold2, fold3, fold4 = (make_fold(count, kind, MIDPOINT) for count in counts)
+
+        def kernel(queries, numbers, pitch, scales, zeros, _pages, _step, count, limit, target, row, results, _room):
+            if queries == 1:
+                measure1(numbers, pitch, scales, zeros, 0, count, limit, results)
+                fold1(numbers, pitch, scales, count, target, row, results)
+            elif queries == 2:
+                measure2(numbers, pitch, scales, zeros, 0, count, limit, results)
+                fold2(numbers, pitch, scales, count, target, row, results)
+            elif queries == 3:
+                measure3(numbers, pitch, scales, zeros, 0, count, limit, results)
+                fold3(numbers, pitch, scales, count, target, row, results)
+            else:
+                measure4(numbers, pitch, scales, zeros, 0, count, limit, results)
+                fold4(numbers, pitch, scales, count, target, row, results)
+
+    else:
+        scale1, scale2, scale3, scale4 = (make_scale_weights(count) for count in counts)
+        fold1, fold2, fold3, fold4 = (make_fold_weights(count, kind, MIDPOINT) for count in counts)
+
+        def kernel(queries, numbers, pitch, scales, zeros, pages, step, count, limit, target, row, results, room):
+            total = pages * count
+            scaled = room + 4 * total
+            largest_scales(scales, 1, pages, step, count, room)
+            first = (numbers, pitch, room, total, limit, scaled, 4 * total, results)
+            rest = (
+                numbers, pitch, scaled, 4 * total, scales, zeros, 0, pages, step, count, target, row,
+                results, results + 32,
+            )  # fmt: skip
+            if queries == 1:
+                scale1(*first)
+                fold1(*rest)
+            elif queries == 2:
+                scale2(*first)
+                fold2(*rest)
+            elif queries == 3:
+                scale3(*first)
+                fold3(*rest)
+            else:
+                scale4(*first)
+                fold4(*rest)
+
+    address = compile_address(kernel, f"{kind}-{signed}")
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 13)(address)
+
+
+def fold(numbers, scales, zeros, kind, signed, limit):
+    """Coefficients (queries, n), factors, inverses and constants (queries,), of numbers (queries, n), n in pages."""
+    queries, n = numbers.shape
+    pages, count = scales.shape
+    size = COEFFICIENT_BYTES[kind] // 8
+    rows = np.full((queries, n + 8), 1e9, np.float32)
+    rows[:, :n] = numbers
+    # A page: its scales, its zeros, and something else.
+    page = np.full((pages, 2 * count + 24), np.nan, np.float16)
+    page[:, :count], page[:, count : 2 * count] = scales, zeros
+    target = np.full((queries, size * n + 16), 99, np.uint8)
+    results, room = np.full((3, 4), np.nan, np.float32), np.empty(5 * n, np.float32)
+    fold_kernel(kind, signed)(
+        queries, rows.ctypes.data, rows.strides[0], page.ctypes.data, page.ctypes.data + 2 * count, pages,
+        page.strides[0], count, limit, target.ctypes.data, target.strides[0], results.ctypes.data,
+        room.ctypes.data,
+    )  # fmt: skip
+    assert (target[:, size * n :] == 99).all()
+    stored = np.ascontiguousarray(target[:, : size * n])
+    if kind == "int8":
+        found = stored.view(np.int8).astype(np.int64)
+    else:
+        found = stored.view(np.int16).astype(np.int64) + bias_of(kind, signed)
+        found = found.reshape(queries, n // 8, 2, 4).swapaxes(2, 3).reshape(queries, n)
+    return found, *results[:, :queries]
+
+
+def make_case(seed, queries, pages, count, signed):
+    """Numbers (queries, pages*count) and what they are multiplied by, scales and zeros (pages, count)."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.standard_normal((queries, pages * count)).astype(np.float32) * 10.0 ** rng.integers(-6, 6)
+    scales = np.exp(rng.standard_normal((pages, count))).astype(np.float16)
+    scales[0, 3] = 2.0**-24  # a subnormal number
+    zeros = rng.standard_normal((pages, count)).astype(np.float16)
+    return (numbers if signed else np.abs(numbers)).astype(np.float32), scales, zeros
+
+
+@per_format
+@pytest.mark.parametrize("queries", range(1, QUERIES + 1))
+def test_products_are_rounded_to_the_nearest_multiple_of_a_factor(queries, kind, signed):
+    sizes = [(1, 32), (1, 96), (1, 512)]
+    for seed, (pages, count) in enumerate(sizes if signed else [*sizes, (3, 32), (2, 128)]):
+        numbers, scales, zeros = make_case(seed, queries, pages, count, signed)
+        for limit in (int(make_limit(3, kind, signed=signed).py_func(count)), 100):
+            found, factors, inverses, constants = fold(numbers, scales, zeros, kind, signed, limit)
+            products = numbers.astype(np.float64) * scales.reshape(-1)
+            top = np.abs(products).max(axis=1)
+            np.testing.assert_allclose(factors, top / limit, rtol=1e-6)
+            np.testing.assert_allclose(inverses, limit / top, rtol=1e-6)
+            assert (np.abs(found).max(axis=1) == limit).all()
+            assert signed or (found >= 0).all()
+            # Half a step, and what a float32 number of the size of the largest one is off by.
+            slack = (limit + bias_of(kind, signed)) * 2.0**-21
+            assert (np.abs(found - products / factors[:, None]) <= 0.5 + slack).all()
+            # Codes at the midpoint are exact: there, rounding must not show.
+            middle = numbers * (MIDPOINT * scales.astype(np.float64) + zeros).reshape(-1)
+            step = 2.0**-20 * (np.abs(numbers) @ (np.abs(zeros) + MIDPOINT * scales.astype(np.float64)).reshape(-1))
+            at_midpoint = factors * MIDPOINT * found.sum(axis=1) + constants
+            assert (np.abs(at_midpoint - middle.sum(axis=1)) <= step).all()
+
+
+@per_format
+def test_numbers_of_little_size_count_as_zero(kind, signed):
+    """Where the inverse of the largest product would not be finite; that of others does not matter."""
+    numbers, scales, zeros = make_case(1, 2, 1, 64, signed)
+    numbers[0] = 0 if kind == "int8" else 1e-33
+    found, factors, inverses, constants = fold(numbers, scales, zeros, kind, signed, 100)
+    assert not found[0].any()
+    assert (factors[0], inverses[0]) == (0, 0)
+    assert abs(constants[0]) < 1e-29
+    assert np.isfinite(constants).all()
+    assert np.abs(found[1]).max() == 100
+    found, factors, _, constants = fold(numbers, 0 * scales, zeros, kind, signed, 100)
+    assert not found.any()
+    assert not factors.any()
+    np.testing.assert_allclose(constants[1], (numbers * zeros.reshape(-1).astype(np.float64)).sum(axis=1)[1], rtol=1e-4)
+
+
+@per_format
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_a_number_spoils_its_own_query_alone(bad, kind, signed):
+    numbers, scales, zeros = make_case(2, QUERIES, 1, 64, signed)
+    clean = fold(numbers, scales, zeros, kind, signed, 100)
+    for place in (0, LANES - 1, 63):
+        spoilt = numbers.copy()
+        spoilt[1, place] = bad
+        found, factors, _, constants = fold(spoilt, scales, zeros, kind, signed, 100)
+        # A score is factor*sum + constant: one of the two carries it.
+        assert not np.isfinite([factors[1], constants[1]]).all()
+        for q in set(range(QUERIES)) - {1}:
+            np.testing.assert_array_equal(found[q], clean[0][q])
+            assert (factors[q], constants[q]) == (clean[1][q], clean[3][q])
+    for which in (scales, zeros):
+        kept = which[0, 40]
+        which[0, 40] = bad
+        _, factors, _, constants = fold(numbers, scales, zeros, kind, signed, 100)
+        which[0, 40] = kept
+        assert not (np.isfinite(factors) & np.isfinite(constants)).any()
+
+
+def test_rows_are_padded_to_whole_blocks():
+    assert [padded(count) for count in (0, 1, 32, 33, 512)] == [0, 32, 32, 64, 512]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_limits_use_the_range_of_their_kind_where_sums_allow_it(bits):
+    for rows in (8, 64, 128):
+        assert make_limit(bits, "int16", signed=True).py_func(rows) == 32767
+        assert make_limit(bits, "int16", signed=False).py_func(rows) == 65535
+    for rows in (8, 512):
+        assert {make_limit(bits, "int8", signed=s).py_func(rows) for s in (True, False)} == {127}
+
+
+def test_tokens_count_by_the_largest_of_their_scales():
+    """Two groups of values share a factor, so that no coefficient of either is above the limit."""
+    rng = np.random.default_rng(5)
+    page = np.exp(rng.standard_normal((2, 2, 32))).astype(np.float16)  # pages, groups, tokens
+    found = np.empty(64, np.float32)
+
+    def kernel(scales, target):
+        largest_scales(scales, 2, 2, 128, 32, target)
+
+    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(compile_address(kernel, "largest"))(
+        page.ctypes.data, found.ctypes.data
+    )
+    np.testing.assert_array_equal(found, page.max(axis=1).reshape(-1))
