@@ -1,11 +1,14 @@
-"""Queries as integers: what is folded into the codes of a page of keys, rounded once.
+"""Queries and softmax weights as integers: what is folded into packed codes, rounded once.
 
-A coefficient is a number times a float16 scale of the page. With `limit` the largest integer allowed, all coefficients
-of a query on a page are multiplied by ``limit/largest`` and rounded: an error of at most half of ``largest/limit``
-each. Codes count from their midpoint, exactly, so that such an error is multiplied by at most half the range of the
-codes.
+A coefficient is a number times a float16 scale: of a query's channel and a page of keys, or of a token's weight and a
+group of values. With `limit` the largest integer allowed, all coefficients of a query on a tile of pages are multiplied
+by ``limit/largest``, `largest` being the largest of its numbers times the largest scale that they meet there, and
+rounded: an error of at most half of ``largest/limit`` each. Codes count from their midpoint, exactly, so that such an
+error is multiplied by at most half the range of the codes. Where no number is negative (weights), 16 bits hold
+coefficients up to 65535, stored less :func:`kvsketch.numba_cpu.dots.bias_of`.
 
-Some queries are taken at a time; numbers of a query follow one another, and counts are multiples of 32.
+Some queries are taken at a time; numbers of a query follow one another, and counts are multiples of 32. Scales and
+zeros lie in runs of `count` float16 numbers, one for each of `pages` pages that start `step` bytes apart.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, bias_of
 from kvsketch.numba_cpu.emit import (
     F32,
     I16,
+    I32,
     I64,
     LANES,
     VECTORS,
@@ -39,7 +43,17 @@ from kvsketch.numba_cpu.emit import (
     emit_splat,
     emit_store,
 )
-from kvsketch.numba_cpu.simd import floats, ints, operation
+from kvsketch.numba_cpu.simd import (
+    floats,
+    ints,
+    load_float,
+    load_floats,
+    load_halves,
+    maximum,
+    operation,
+    splat,
+    store_floats,
+)
 
 #: Below this, the largest coefficient counts as zero: its inverse would not be finite.
 SMALLEST = 1e-30
@@ -61,117 +75,6 @@ def collect(b: ir.IRBuilder, kind: ir.Type, vectors: list[Any]) -> Any:
     return result
 
 
-def _starts(queries: int) -> Any:
-    """An operation that gives what :func:`_measure` starts from."""
-    kind = types.UniTuple(floats, 2 * queries)
-
-    @intrinsic
-    def start(_context: Any) -> Any:
-        zero = emit_constant(VECTORS["float32"], 0.0)
-        return operation(kind(), lambda b: ir.Constant(ir.ArrayType(zero.type, 2 * queries), [zero] * 2 * queries))
-
-    return start
-
-
-def _measure(queries: int, midpoint: float) -> Any:
-    """An operation on two vectors of numbers of each query: the largest products so far, and sums of number*zero.
-
-    The zero is that of a code at the midpoint.
-    """
-    kind = types.UniTuple(floats, 2 * queries)
-
-    @intrinsic
-    def measure(_context: Any, state: Any, numbers: Any, pitch: Any, scales: Any, zeros: Any, ahead: Any) -> Any:
-        def emit(b: ir.IRBuilder, state: Any, numbers: Any, pitch: Any, scales: Any, zeros: Any, ahead: Any) -> Any:
-            emit_prefetch(b, b.add(scales, ahead), 0)
-            emit_prefetch(b, b.add(zeros, ahead), 0)
-            halves, vectors = ir.VectorType(I16, LANES), extract_all(b, state)
-            for part in range(2):
-                scale = emit_halves(b, emit_load(b, scales, 2 * LANES * part, halves))
-                zero = emit_halves(b, emit_load(b, zeros, 2 * LANES * part, halves))
-                zero = emit_multiply_add(b, scale, emit_constant(scale.type, midpoint), zero)
-                for query in range(queries):
-                    start = b.add(numbers, b.mul(pitch, I64(query)))
-                    x = emit_load(b, start, 4 * LANES * part, VECTORS["float32"])
-                    size = emit_call(b, f"llvm.fabs.v{LANES}f32", scale.type, [b.fmul(x, scale)])
-                    vectors[query] = emit_maximum(b, size, vectors[query])
-                    vectors[queries + query] = emit_multiply_add(b, x, zero, vectors[queries + query])
-            return collect(b, VECTORS["float32"], vectors)
-
-        return operation(kind(kind, *(types.intp,) * 5), emit)
-
-    return measure
-
-
-def _settle(queries: int) -> Any:
-    """An operation that writes each query's factor of a coefficient, its inverse, and the sum of number*zero.
-
-    Four numbers each, 16 bytes apart.
-    """
-    kind = types.UniTuple(floats, 2 * queries)
-
-    @intrinsic
-    def settle(_context: Any, state: Any, limit: Any, target: Any) -> Any:
-        def emit(b: ir.IRBuilder, state: Any, limit: Any, target: Any) -> None:
-            vectors = extract_all(b, state)
-            top = emit_reduce_each(b, vectors[:queries], emit_maximum)
-            limits, none = emit_splat(b, limit, 4), emit_constant(top.type, 0.0)
-            enough = b.fcmp_ordered(">", top, emit_constant(top.type, SMALLEST))
-            emit_store(b, target, 0, b.select(enough, b.fdiv(top, limits), none))
-            emit_store(b, target, 16, b.select(enough, b.fdiv(limits, top), none))
-            emit_store(b, target, 32, emit_reduce_each(b, vectors[queries:], ir.IRBuilder.fadd))
-
-        return operation(types.void(kind, types.float32, types.intp), emit)
-
-    return settle
-
-
-def _load_inverses(queries: int) -> Any:
-    """An operation that gives what :func:`_round_products` needs: inverse factors, and sums of zero."""
-    kind = types.Tuple((types.UniTuple(floats, queries), types.UniTuple(ints, queries)))
-
-    @intrinsic
-    def load_inverses(_context: Any, target: Any) -> Any:
-        def emit(b: ir.IRBuilder, target: Any) -> Any:
-            inverses = [emit_splat(b, emit_load(b, target, 16 + 4 * i, F32), LANES) for i in range(queries)]
-            zeros = [emit_constant(VECTORS["int32"], 0)] * queries
-            pair = (collect(b, VECTORS["float32"], inverses), collect(b, VECTORS["int32"], zeros))
-            result = ir.Constant(ir.LiteralStructType([x.type for x in pair]), ir.Undefined)
-            return b.insert_value(b.insert_value(result, pair[0], 0), pair[1], 1)
-
-        return operation(kind(types.intp), emit)
-
-    return load_inverses
-
-
-def _round_products(queries: int, coefficients: str) -> Any:
-    """An operation on two vectors of numbers of each query: stores coefficients, gives their sums so far."""
-    sums, inverse = types.UniTuple(ints, queries), types.UniTuple(floats, queries)
-
-    @intrinsic
-    def round_products(
-        _context: Any, totals: Any, inverses: Any, numbers: Any, pitch: Any, scales: Any, target: Any, target_pitch: Any
-    ) -> Any:
-        def emit(
-            b: ir.IRBuilder, totals: Any, inverses: Any, numbers: Any, pitch: Any, scales: Any, target: Any, row: Any
-        ) -> Any:
-            halves, results = ir.VectorType(I16, LANES), extract_all(b, totals)
-            both = [emit_halves(b, emit_load(b, scales, 2 * LANES * i, halves)) for i in range(2)]
-            for query, factor in enumerate(extract_all(b, inverses)):
-                start = b.add(numbers, b.mul(pitch, I64(query)))
-                rounded = []
-                for i, scale in enumerate(both):
-                    x = emit_load(b, start, 4 * LANES * i, VECTORS["float32"])
-                    rounded.append(emit_round(b, b.fmul(b.fmul(x, scale), factor)))
-                address = b.add(target, b.mul(row, I64(query)))
-                results[query] = emit_coefficients(b, coefficients, address, rounded, results[query])
-            return collect(b, VECTORS["int32"], results)
-
-        return operation(sums(sums, inverse, *(types.intp,) * 5), emit)
-
-    return round_products
-
-
 def emit_coefficients(b: ir.IRBuilder, coefficients: str, address: Any, rounded: list[Any], total: Any) -> Any:
     """Store two vectors of int32 as coefficients (kvsketch.numba_cpu.dots) and add them to int32 sums."""
     if coefficients == "int16":
@@ -186,57 +89,209 @@ def emit_coefficients(b: ir.IRBuilder, coefficients: str, address: Any, rounded:
     return b.add(total, b.add(*rounded))
 
 
-def _settle_constants(queries: int, midpoint: float) -> Any:
-    """An operation that takes what the midpoint adds to rounded coefficients off the sums of number*zero."""
-    kind = types.UniTuple(ints, queries)
+@inner
+def largest_of_groups(scales, groups, pages, step, tokens, target):  # type: ignore[no-untyped-def]
+    """The largest scale of each token of values, float32, from the address of the first group's on."""
+    for page in range(pages):
+        for i in range(0, tokens, LANES):
+            at = scales + page * step + 2 * i
+            top = load_halves(at)
+            for group in range(1, groups):
+                top = maximum(load_halves(at + 2 * tokens * group), top)
+            store_floats(target + 4 * (page * tokens + i), top)
+
+
+@inner
+def largest_of_pages(scales, pages, step, count, target):  # type: ignore[no-untyped-def]
+    """The largest scale of each channel of keys, float32."""
+    for i in range(0, count, LANES):
+        top = load_halves(scales + 2 * i)
+        for page in range(1, pages):
+            top = maximum(load_halves(scales + page * step + 2 * i), top)
+        store_floats(target + 4 * i, top)
+
+
+def _start_tops(queries: int) -> Any:
+    kind = types.UniTuple(floats, queries)
 
     @intrinsic
-    def settle_constants(_context: Any, totals: Any, target: Any) -> Any:
-        def emit(b: ir.IRBuilder, totals: Any, target: Any) -> None:
-            four = ir.VectorType(F32, 4)
-            total = b.sitofp(emit_reduce_each(b, extract_all(b, totals), ir.IRBuilder.add), four)
-            factor = b.fmul(emit_load(b, target, 0, four), emit_constant(four, -midpoint))
-            emit_store(b, target, 32, emit_multiply_add(b, total, factor, emit_load(b, target, 32, four)))
+    def start_tops(_context: Any) -> Any:
+        zero = emit_constant(VECTORS["float32"], 0.0)
+        return operation(kind(), lambda b: ir.Constant(ir.ArrayType(zero.type, queries), [zero] * queries))
 
-        return operation(types.void(kind, types.intp), emit)
-
-    return settle_constants
+    return start_tops
 
 
-def make_measure(queries: int, midpoint: float) -> Any:
-    """A function that finds what the products number*scale of `queries` queries, `count` each, are divided by.
+def _measure_tops(queries: int, signed: bool) -> Any:
+    """An operation on a vector of numbers of each query: the largest products with `scales` so far."""
+    kind = types.UniTuple(floats, queries)
 
-    ``results`` gets four numbers each of: the factor of a coefficient; its inverse; sum(number*zero), the zero being
-    that of a code at the midpoint.
+    @intrinsic
+    def measure_tops(_context: Any, tops: Any, numbers: Any, pitch: Any, scales: Any) -> Any:
+        def emit(b: ir.IRBuilder, tops: Any, numbers: Any, pitch: Any, scales: Any) -> Any:
+            scale, vectors = emit_load(b, scales, 0, VECTORS["float32"]), extract_all(b, tops)
+            for query in range(queries):
+                x = emit_load(b, b.add(numbers, b.mul(pitch, I64(query))), 0, VECTORS["float32"])
+                size = b.fmul(x, scale)
+                if signed:
+                    size = emit_call(b, f"llvm.fabs.v{LANES}f32", size.type, [size])
+                vectors[query] = emit_maximum(b, size, vectors[query])
+            return collect(b, VECTORS["float32"], vectors)
+
+        return operation(kind(kind, types.intp, types.intp, types.intp), emit)
+
+    return measure_tops
+
+
+def _settle_tops(queries: int) -> Any:
+    """An operation that writes each query's factor of a coefficient and its inverse, four numbers each."""
+    kind = types.UniTuple(floats, queries)
+
+    @intrinsic
+    def settle_tops(_context: Any, tops: Any, limit: Any, target: Any) -> Any:
+        def emit(b: ir.IRBuilder, tops: Any, limit: Any, target: Any) -> None:
+            top = emit_reduce_each(b, extract_all(b, tops), emit_maximum)
+            limits, none = emit_splat(b, limit, 4), emit_constant(top.type, 0.0)
+            enough = b.fcmp_ordered(">", top, emit_constant(top.type, SMALLEST))
+            emit_store(b, target, 0, b.select(enough, b.fdiv(top, limits), none))
+            emit_store(b, target, 16, b.select(enough, b.fdiv(limits, top), none))
+
+        return operation(types.void(kind, types.float32, types.intp), emit)
+
+    return settle_tops
+
+
+def _start_group(queries: int) -> Any:
+    """An operation that gives what :func:`_round_numbers` starts from: sums of coefficients and of number*zero."""
+    kind = types.Tuple((types.UniTuple(ints, queries), types.UniTuple(floats, queries)))
+
+    @intrinsic
+    def start_group(_context: Any) -> Any:
+        def emit(b: ir.IRBuilder) -> Any:
+            integers = collect(b, VECTORS["int32"], [emit_constant(VECTORS["int32"], 0)] * queries)
+            numbers = collect(b, VECTORS["float32"], [emit_constant(VECTORS["float32"], 0.0)] * queries)
+            return _pair(b, integers, numbers)
+
+        return operation(kind(), emit)
+
+    return start_group
+
+
+def _pair(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    result = ir.Constant(ir.LiteralStructType([x.type, y.type]), ir.Undefined)
+    return b.insert_value(b.insert_value(result, x, 0), y, 1)
+
+
+def _round_numbers(queries: int, coefficients: str, midpoint: float, bias: int) -> Any:
+    """An operation on two vectors of numbers of each query and the same times their inverse factors.
+
+    Stores the coefficients of a group; gives their sums, and the sums of number*zero, so far.
     """
-    start, measure_step, settle = _starts(queries), _measure(queries, midpoint), _settle(queries)
+    integers, reals = types.UniTuple(ints, queries), types.UniTuple(floats, queries)
+
+    @intrinsic
+    def round_numbers(
+        _context: Any, totals: Any, sums: Any, numbers: Any, pitch: Any, scaled: Any, scaled_pitch: Any, scales: Any,
+        zeros: Any, ahead: Any, target: Any, target_pitch: Any,
+    ) -> Any:  # fmt: skip
+        def emit(
+            b: ir.IRBuilder, totals: Any, sums: Any, numbers: Any, pitch: Any, scaled: Any, scaled_pitch: Any,
+            scales: Any, zeros: Any, ahead: Any, target: Any, row: Any,
+        ) -> Any:  # fmt: skip
+            emit_prefetch(b, b.add(scales, ahead), 0)
+            emit_prefetch(b, b.add(zeros, ahead), 0)
+            halves, kind = ir.VectorType(I16, LANES), VECTORS["float32"]
+            scale = [emit_halves(b, emit_load(b, scales, 2 * LANES * i, halves)) for i in range(2)]
+            zero = [emit_halves(b, emit_load(b, zeros, 2 * LANES * i, halves)) for i in range(2)]
+            middle, less = emit_constant(kind, midpoint), emit_constant(kind, -bias)
+            zero = [emit_multiply_add(b, x, middle, z) for x, z in zip(scale, zero, strict=True)]
+            results, constants = extract_all(b, totals), extract_all(b, sums)
+            for query in range(queries):
+                number, large = (
+                    b.add(start, b.mul(step, I64(query))) for start, step in ((numbers, pitch), (scaled, scaled_pitch))
+                )
+                rounded = []
+                for i in range(2):
+                    x = emit_load(b, number, 4 * LANES * i, kind)
+                    constants[query] = emit_multiply_add(b, x, zero[i], constants[query])
+                    x = emit_load(b, large, 4 * LANES * i, kind)
+                    rounded.append(emit_round(b, emit_multiply_add(b, x, scale[i], less)))
+                address = b.add(target, b.mul(row, I64(query)))
+                results[query] = emit_coefficients(b, coefficients, address, rounded, results[query])
+            return _pair(b, collect(b, VECTORS["int32"], results), collect(b, kind, constants))
+
+        result = types.Tuple((integers, reals))
+        return operation(result(integers, reals, *(types.intp,) * 9), emit)
+
+    return round_numbers
+
+
+def _settle_group(queries: int, midpoint: float) -> Any:
+    """An operation that writes four numbers: what is to be added to factor*sum(coefficient*code).
+
+    `bias` is what all coefficients together are stored less by.
+    """
+    integers, numbers = types.UniTuple(ints, queries), types.UniTuple(floats, queries)
+
+    @intrinsic
+    def settle_group(_context: Any, totals: Any, sums: Any, bias: Any, factors: Any, target: Any) -> Any:
+        def emit(b: ir.IRBuilder, totals: Any, sums: Any, bias: Any, factors: Any, target: Any) -> None:
+            four = ir.VectorType(F32, 4)
+            total = emit_reduce_each(b, extract_all(b, totals), ir.IRBuilder.add)
+            total = b.sitofp(b.add(total, emit_splat(b, b.trunc(bias, I32), 4)), four)
+            factor = b.fmul(emit_load(b, factors, 0, four), emit_constant(four, -midpoint))
+            constant = emit_reduce_each(b, extract_all(b, sums), ir.IRBuilder.fadd)
+            emit_store(b, target, 0, emit_multiply_add(b, total, factor, constant))
+
+        return operation(types.void(integers, numbers, types.intp, types.intp, types.intp), emit)
+
+    return settle_group
+
+
+def make_scale(queries: int, *, signed: bool) -> Any:
+    """A function that multiplies `count` numbers of each query by the inverse of its factor, which it finds.
+
+    ``results`` gets four factors and four inverses.
+    """
+    start_tops, measure_tops, settle_tops = _start_tops(queries), _measure_tops(queries, signed), _settle_tops(queries)
 
     @inner
-    def measure(numbers, pitch, scales, zeros, ahead, count, limit, results):  # type: ignore[no-untyped-def]
-        state = start()
-        for i in range(0, count, 2 * LANES):
-            state = measure_step(state, numbers + 4 * i, pitch, scales + 2 * i, zeros + 2 * i, ahead)
-        settle(state, np.float32(limit), results)
+    def scale(numbers, pitch, scales, count, limit, target, target_pitch, results):  # type: ignore[no-untyped-def]
+        tops = start_tops()
+        for i in range(0, count, LANES):
+            tops = measure_tops(tops, numbers + 4 * i, pitch, scales + 4 * i)
+        settle_tops(tops, np.float32(limit), results)
+        for query in range(queries):
+            factor = splat(load_float(results + 16 + 4 * query))
+            source, out = numbers + pitch * query, target + target_pitch * query
+            for i in range(0, count, LANES):
+                store_floats(out + 4 * i, load_floats(source + 4 * i) * factor)
 
-    return measure
+    return scale
 
 
-def make_fold(queries: int, coefficients: str, midpoint: float) -> Any:
-    """A function that turns number*scale of `queries` queries into coefficients, after :func:`make_measure`'s.
+def make_fold(queries: int, coefficients: str, midpoint: float, *, signed: bool) -> Any:
+    """A function that turns number*scale into coefficients, after :func:`make_scale`'s.
 
-    The last four of ``results`` become what is to be added to factor*sum(coefficient*code) to make it
+    ``constants`` gets four numbers: what is to be added to factor*sum(coefficient*code) to make it
     sum(number*(scale*code + zero)).
     """
-    load_inverses, round_products = _load_inverses(queries), _round_products(queries, coefficients)
-    settle_constants, size = _settle_constants(queries, midpoint), COEFFICIENT_BYTES[coefficients] // 8
+    bias, size = bias_of(coefficients, signed), COEFFICIENT_BYTES[coefficients] // 8
+    start_group, round_numbers = _start_group(queries), _round_numbers(queries, coefficients, midpoint, bias)
+    settle_group = _settle_group(queries, midpoint)
 
     @inner
-    def fold(numbers, pitch, scales, count, target, target_pitch, results):  # type: ignore[no-untyped-def]
-        inverses, totals = load_inverses(results)
-        for i in range(0, count, 2 * LANES):
-            totals = round_products(
-                totals, inverses, numbers + 4 * i, pitch, scales + 2 * i, target + size * i, target_pitch
-            )
-        settle_constants(totals, results)
+    def fold(
+        numbers, pitch, scaled, scaled_pitch, scales, zeros, ahead, pages, step, count, target, row, factors, constants
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        totals, sums = start_group()
+        for page in range(pages):
+            for i in range(0, count, 2 * LANES):
+                at, offset = page * step + 2 * i, page * count + i
+                totals, sums = round_numbers(
+                    totals, sums, numbers + 4 * offset, pitch, scaled + 4 * offset, scaled_pitch,
+                    scales + at, zeros + at, ahead, target + size * offset, row,
+                )  # fmt: skip
+        settle_group(totals, sums, bias * pages * count, factors, constants)
 
     return fold

@@ -10,17 +10,16 @@ from typing import Any
 
 from kvsketch.layout import SideSpec, unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.coefficients import make_fold, make_measure, padded
+from kvsketch.numba_cpu.coefficients import largest_of_groups, largest_of_pages, make_fold, make_scale, padded
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_mix_block, make_score_block
 from kvsketch.numba_cpu.simd import load_float, load_long, load_word, store_float, store_word
-from kvsketch.numba_cpu.weights import largest_scales, make_fold_weights, make_scale_weights
 
 #: Most tokens that a kernel is given at a time; a whole number of pages of any size.
 TILE = 256
 #: Pages that are asked for ahead of their use.
 AHEAD = 8
-#: Bytes of what :func:`kvsketch.numba_cpu.coefficients.make_fold` finds, and where in them the constants are.
-RESULTS, CONSTANTS = 48, 32
+#: Bytes of what :func:`kvsketch.numba_cpu.coefficients.make_scale` finds.
+FACTORS = 32
 
 #: Where a kernel finds the fields of a side, in bytes from an int64 array of them.
 TOKENS, WIDTH, GROUP, GROUPS, ROWS, CODES, SCALE, ZERO = (
@@ -33,12 +32,13 @@ _padded = inner(padded)
 def score_scratch(spec: SideSpec) -> int:
     """Bytes that a score kernel works in."""
     pages = TILE // spec.tokens
-    return pages * (RESULTS + padded(spec.rows) * (4 + 2 * QUERIES))
+    wide = padded(spec.rows)
+    return FACTORS + 4 * wide * (1 + QUERIES) + pages * (16 + wide * (4 + 2 * QUERIES))
 
 
 def mix_scratch(spec: SideSpec) -> int:
     """Bytes that a mix kernel works in."""
-    return RESULTS + 4 * TILE * (1 + QUERIES) + spec.groups * (16 + 2 * QUERIES * TILE)
+    return FACTORS + 4 * TILE * (1 + QUERIES) + spec.groups * (16 + 2 * QUERIES * TILE)
 
 
 @inner
@@ -80,48 +80,47 @@ def for_query_counts(make: Any) -> Any:
 def make_score(bits: int, coefficients: str) -> Any:
     """A kernel that scores `count` pages of keys, from the address of the first one's key side on.
 
-    Each step is taken for all pages before the next: what a page waits for overlaps with the next page's work.
+    Coefficients of all pages come first: what one waits for overlaps with the next one's work.
     """
     limit, midpoint = make_limit(bits, coefficients, signed=True), (2**bits - 1) / 2
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
 
     def make(queries: int) -> Any:
-        measure, fold = make_measure(queries, midpoint), make_fold(queries, coefficients, midpoint)
+        scale, fold = make_scale(queries, signed=True), make_fold(queries, coefficients, midpoint, signed=True)
         score_block = make_score_block(bits, coefficients, queries)
 
         @inner
         def score_part(first, q, q_pitch, scores, pitch, page, step, count, part, spec, scratch):  # type: ignore[no-untyped-def]
             rows, blocks = load_long(spec + ROWS), load_long(spec + GROUP) // 32
             wide, units, most = _padded(rows), rows // depth, limit(rows)
-            ahead = AHEAD * step if first == 0 else 0
-            results, numbers = scratch, scratch + RESULTS * count
-            scales, zeros = (
-                page + load_long(spec + SCALE) + 2 * part * rows,
-                page + load_long(spec + ZERO) + 2 * part * rows,
-            )
-            scale_step = step
+            row, ahead = size * wide, AHEAD * step if first == 0 else 0
+            constants, largest = scratch + FACTORS, scratch + FACTORS + 16 * count
+            scaled = largest + 4 * wide
+            numbers = scaled + 4 * wide * QUERIES
+            scales, scale_step = page + load_long(spec + SCALE) + 2 * part * rows, step
+            zeros = page + load_long(spec + ZERO) + 2 * part * rows
             if wide != rows:
                 padding = numbers + 2 * QUERIES * wide * count
                 for index in range(count):
                     copy_padded(scales + index * step, rows, padding + 4 * wide * index, wide)
                     copy_padded(zeros + index * step, rows, padding + 4 * wide * index + 2 * wide, wide)
                 scales, zeros, scale_step = padding, padding + 2 * wide, 4 * wide
+            if first == 0:
+                largest_of_pages(scales, count, scale_step, wide, largest)
+            scale(q, q_pitch, largest, wide, most, scaled, 4 * wide, scratch)
             for index in range(count):
                 at = index * scale_step
-                measure(q, q_pitch, scales + at, zeros + at, ahead, wide, most, results + RESULTS * index)
-            row = size * wide
-            for index in range(count):
                 fold(
-                    q, q_pitch, scales + index * scale_step, wide, numbers + row * queries * index, row,
-                    results + RESULTS * index,
+                    q, q_pitch, scaled, 4 * wide, scales + at, zeros + at, ahead, 1, 0, wide,
+                    numbers + row * queries * index, row, scratch, constants + 16 * index,
                 )  # fmt: skip
             for index in range(count):
                 codes = page + index * step + load_long(spec + CODES) + part * blocks * units * block_bytes
                 target = scores + 4 * (index * load_long(spec + TOKENS) + 32 * part * blocks)
-                at, found = numbers + row * queries * index, results + RESULTS * index
+                at = numbers + row * queries * index
                 for block in range(blocks):
                     score_block(
-                        codes + block * units * block_bytes, ahead, units, at, row, found, found + CONSTANTS,
+                        codes + block * units * block_bytes, ahead, units, at, row, scratch, constants + 16 * index,
                         target + 128 * block, pitch,
                     )  # fmt: skip
 
@@ -145,7 +144,7 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
 
     def make(queries: int) -> Any:
-        scale_weights, fold_weights = make_scale_weights(queries), make_fold_weights(queries, coefficients, midpoint)
+        scale, fold = make_scale(queries, signed=False), make_fold(queries, coefficients, midpoint, signed=False)
         mix_block = make_mix_block(bits, coefficients, queries, shared)
 
         @inner
@@ -154,14 +153,14 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
             total, units = count * tokens, tokens // depth
             row, ahead = size * total, count * step if first == 0 else 0
             scales, zeros = page + load_long(spec + SCALE), page + load_long(spec + ZERO)
-            largest, scaled = scratch + RESULTS, scratch + RESULTS + 4 * total
+            largest, scaled = scratch + FACTORS, scratch + FACTORS + 4 * total
             constants = scaled + 4 * total * queries
             numbers = constants + 16 * groups
             if first == 0:
-                largest_scales(scales, groups, count, step, tokens, largest)
-            scale_weights(weights, weight_pitch, largest, total, limit(total), scaled, 4 * total, scratch)
+                largest_of_groups(scales, groups, count, step, tokens, largest)
+            scale(weights, weight_pitch, largest, total, limit(total), scaled, 4 * total, scratch)
             for part in range(groups):
-                fold_weights(
+                fold(
                     weights, weight_pitch, scaled, 4 * total, scales + 2 * part * tokens, zeros + 2 * part * tokens,
                     ahead, count, step, tokens, numbers + row * queries * part, row, scratch, constants + 16 * part,
                 )  # fmt: skip

@@ -8,10 +8,10 @@ import numpy as np
 
 from kvsketch.layout import SideSpec
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.coefficients import make_fold, make_measure, padded
+from kvsketch.numba_cpu.coefficients import make_fold, make_scale, padded
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_score_block
 from kvsketch.numba_cpu.emit import LANES
-from kvsketch.numba_cpu.integers import AHEAD, CONSTANTS, RESULTS, TOKENS, for_query_counts
+from kvsketch.numba_cpu.integers import AHEAD, TOKENS, for_query_counts
 from kvsketch.numba_cpu.simd import (
     load_byte,
     load_float,
@@ -33,6 +33,8 @@ from kvsketch.numba_cpu.simd import (
         *("outlier_codes", "outlier_norms", "channels", "channel_bytes"),
     )
 )
+#: Bytes of the factors, their inverses and the constants of a block of queries, and where the constants are.
+RESULTS, CONSTANTS = 48, 32
 _padded = inner(padded)
 #: What a score kernel needs beside the queries, in bytes from an int64 array: addresses (row by row float32, pitches in
 #: bytes) of S q, of S transposed and of that of the outlier channels, and of the estimates' two factors c/m.
@@ -43,7 +45,7 @@ def sketch_scratch(spec: SideSpec, queries: int) -> int:
     """Bytes that a sketch score kernel works in."""
     wide, outlier_wide = padded(spec.m), padded(spec.outlier_m)
     blocks = (queries + QUERIES - 1) // QUERIES
-    return max(wide, outlier_wide) * (2 * 2 + 4 * queries) + 2 * queries * (wide + outlier_wide) + (
+    return max(wide, outlier_wide) * (8 + 4 * queries) + 2 * queries * (wide + outlier_wide) + (
         2 * RESULTS * blocks + 128 * QUERIES)  # fmt: skip
 
 
@@ -78,8 +80,9 @@ def _add_channels(page, spec, q, sign, table, table_pitch, count, target):  # ty
 
 @inner
 def _write_ones(target, wide):  # type: ignore[no-untyped-def]
-    """`wide` scales of 1, then as many zeros of -1/2."""
+    """`wide` scales of 1, then as many zeros of -1/2, then ones in float32."""
     for i in range(wide):
+        store_float(target + 4 * (wide + i), np.float32(1))
         store_word(target + 2 * i, 0x3C00)
         store_word(target + 2 * (wide + i), 0xB800)
 
@@ -113,13 +116,16 @@ def make_sketch_score(coefficients: str) -> Any:
 
     def make_fold_part(queries: int) -> Any:
         # A sign is 2*bit - 1: a code whose scale is 2 and whose zero is -1, or with the midpoint 0.
-        measure, fold = make_measure(queries, 0.5), make_fold(queries, coefficients, 0.5)
+        scale, fold = make_scale(queries, signed=True), make_fold(queries, coefficients, 0.5, signed=True)
 
         @inner
         def fold_part(first, sketches, pitch, numbers, number_pitch, ones, wide, most, estimate, results):  # type: ignore[no-untyped-def]
             at = results + RESULTS // QUERIES * first
-            measure(sketches, pitch, ones, ones + 2 * wide, 0, wide, most, at)
-            fold(sketches, pitch, ones, wide, numbers, number_pitch, at)
+            scale(sketches, pitch, ones + 4 * wide, wide, most, sketches, pitch, at)
+            fold(
+                sketches, pitch, sketches, pitch, ones, ones + 2 * wide, 0, 1, 0, wide, numbers, number_pitch,
+                at, at + CONSTANTS,
+            )  # fmt: skip
             for i in range(queries):
                 store_float(at + 4 * i, np.float32(2) * estimate * load_float(at + 4 * i))
                 store_float(at + CONSTANTS + 4 * i, np.float32(2) * estimate * load_float(at + CONSTANTS + 4 * i))
@@ -173,7 +179,7 @@ def make_sketch_score(coefficients: str) -> Any:
         numbers = sums + 128 * QUERIES
         outlier_numbers = numbers + size * wide * queries
         ones = outlier_numbers + size * outlier_wide * queries
-        folded = ones + 4 * max(wide, outlier_wide)
+        folded = ones + 8 * max(wide, outlier_wide)
         folded_for = page
         for index in range(count):
             if index == 0 or (outliers > 0 and not _same_channels(page, folded_for, spec)):

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvsketch.numba_cpu._compile import compile_address
-from kvsketch.numba_cpu.coefficients import make_fold, make_measure, padded
+from kvsketch.numba_cpu.coefficients import largest_of_groups, largest_of_pages, make_fold, make_scale, padded
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, bias_of, make_limit
 from kvsketch.numba_cpu.simd import LANES
-from kvsketch.numba_cpu.weights import largest_scales, make_fold_weights, make_scale_weights
 
 #: The middle of 3-bit codes: not a whole number, as for every number of bits.
 MIDPOINT = 3.5
@@ -23,51 +22,31 @@ per_format = pytest.mark.parametrize(("kind", "signed"), FORMATS)
 
 @lru_cache
 def fold_kernel(kind, signed):
-    """A function that makes coefficients for a number of queries: of queries, or of weights in pages of one group."""
+    """A function that makes coefficients for a number of queries, with pages of one group of scales and zeros."""
     counts = [min(count, QUERIES) for count in range(1, 5)]
-    if signed:
-        measure1, measure2, measure3, measure4 = (make_measure(count, MIDPOINT) for count in counts)
-        fold1, fold2, fold3, fold4 = (make_fold(count, kind, MIDPOINT) for count in counts)
+    scale1, scale2, scale3, scale4 = (make_scale(count, signed=signed) for count in counts)
+    fold1, fold2, fold3, fold4 = (make_fold(count, kind, MIDPOINT, signed=signed) for count in counts)
 
-        def kernel(queries, numbers, pitch, scales, zeros, _pages, _step, count, limit, target, row, results, _room):
-            if queries == 1:
-                measure1(numbers, pitch, scales, zeros, 0, count, limit, results)
-                fold1(numbers, pitch, scales, count, target, row, results)
-            elif queries == 2:
-                measure2(numbers, pitch, scales, zeros, 0, count, limit, results)
-                fold2(numbers, pitch, scales, count, target, row, results)
-            elif queries == 3:
-                measure3(numbers, pitch, scales, zeros, 0, count, limit, results)
-                fold3(numbers, pitch, scales, count, target, row, results)
-            else:
-                measure4(numbers, pitch, scales, zeros, 0, count, limit, results)
-                fold4(numbers, pitch, scales, count, target, row, results)
-
-    else:
-        scale1, scale2, scale3, scale4 = (make_scale_weights(count) for count in counts)
-        fold1, fold2, fold3, fold4 = (make_fold_weights(count, kind, MIDPOINT) for count in counts)
-
-        def kernel(queries, numbers, pitch, scales, zeros, pages, step, count, limit, target, row, results, room):
-            total = pages * count
-            scaled = room + 4 * total
-            largest_scales(scales, 1, pages, step, count, room)
-            first = (numbers, pitch, room, total, limit, scaled, 4 * total, results)
-            rest = (
-                numbers, pitch, scaled, 4 * total, scales, zeros, 0, pages, step, count, target, row,
-                results, results + 32,
-            )  # fmt: skip
-            if queries == 1:
-                scale1(*first)
-                fold1(*rest)
-            elif queries == 2:
-                scale2(*first)
-                fold2(*rest)
-            elif queries == 3:
-                scale3(*first)
-                fold3(*rest)
-            else:
-                scale4(*first)
-                fold4(*rest)
+    def kernel(queries, numbers, pitch, scales, zeros, pages, step, count, limit, target, row, results, room):
+        total = pages * count
+        scaled = room + 4 * total
+        largest_of_groups(scales, 1, pages, step, count, room)
+        first = (numbers, pitch, room, total, limit, scaled, 4 * total, results)
+        rest = (
+            numbers, pitch, scaled, 4 * total, scales, zeros, 0, pages, step, count, target, row, results, results + 32
+        )  # fmt: skip
+        if queries == 1:
+            scale1(*first)
+            fold1(*rest)
+        elif queries == 2:
+            scale2(*first)
+            fold2(*rest)
+        elif queries == 3:
+            scale3(*first)
+            fold3(*rest)
+        else:
+            scale4(*first)
+            fold4(*rest)
 
     address = compile_address(kernel, f"{kind}-{signed}")
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 13)(address)
@@ -113,8 +92,7 @@ def make_case(seed, queries, pages, count, signed):
 @per_format
 @pytest.mark.parametrize("queries", range(1, QUERIES + 1))
 def test_products_are_rounded_to_the_nearest_multiple_of_a_factor(queries, kind, signed):
-    sizes = [(1, 32), (1, 96), (1, 512)]
-    for seed, (pages, count) in enumerate(sizes if signed else [*sizes, (3, 32), (2, 128)]):
+    for seed, (pages, count) in enumerate([(1, 32), (1, 96), (1, 512), (3, 32), (2, 128)]):
         numbers, scales, zeros = make_case(seed, queries, pages, count, signed)
         for limit in (int(make_limit(3, kind, signed=signed).py_func(count)), 100):
             found, factors, inverses, constants = fold(numbers, scales, zeros, kind, signed, limit)
@@ -186,16 +164,16 @@ def test_limits_use_the_range_of_their_kind_where_sums_allow_it(bits):
         assert {make_limit(bits, "int8", signed=s).py_func(rows) for s in (True, False)} == {127}
 
 
-def test_tokens_count_by_the_largest_of_their_scales():
-    """Two groups of values share a factor, so that no coefficient of either is above the limit."""
-    rng = np.random.default_rng(5)
-    page = np.exp(rng.standard_normal((2, 2, 32))).astype(np.float16)  # pages, groups, tokens
-    found = np.empty(64, np.float32)
+def test_coefficients_are_bounded_by_the_largest_scale_that_a_number_meets():
+    """A token's weight meets those of all groups, a query's channel those of all pages of a tile."""
+    page = np.exp(np.random.default_rng(5).standard_normal((3, 2, 32))).astype(np.float16)  # pages, groups, tokens
+    groups, pages = np.empty(96, np.float32), np.empty(64, np.float32)
 
-    def kernel(scales, target):
-        largest_scales(scales, 2, 2, 128, 32, target)
+    def kernel(scales, of_groups, of_pages):
+        largest_of_groups(scales, 2, 3, 128, 32, of_groups)
+        largest_of_pages(scales, 3, 128, 64, of_pages)
 
-    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(compile_address(kernel, "largest"))(
-        page.ctypes.data, found.ctypes.data
-    )
-    np.testing.assert_array_equal(found, page.max(axis=1).reshape(-1))
+    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(compile_address(kernel, "largest"))
+    run(page.ctypes.data, groups.ctypes.data, pages.ctypes.data)
+    np.testing.assert_array_equal(groups, page.max(axis=1).reshape(-1))
+    np.testing.assert_array_equal(pages, page.max(axis=0).reshape(-1))
