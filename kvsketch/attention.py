@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
-from kvsketch._checks import FLOAT_DTYPES, check_choice, check_float, check_gqa, check_ndim
-from kvsketch._dispatch import implementation, namespace
+from kvsketch._attend import attend_checked
+from kvsketch._checks import FLOAT_DTYPES, check_float, check_gqa, check_ndim
+from kvsketch._dispatch import namespace
 from kvsketch.layout import PageLayout
-
-#: What coefficients of codes may be rounded to.
-COEFFICIENTS = ("int16", "int8")
 
 
 class CacheView(NamedTuple):
@@ -36,6 +33,21 @@ class CacheView(NamedTuple):
     def lengths(self) -> Any:
         """(b,) int64: tokens of each row."""
         return self.sink_counts + self.page_counts * self.layout.page_tokens + self.window_counts
+
+    def causal_limits(self, s: int) -> Any:
+        """(b, s) int64: how many tokens each of the newest s tokens of a row sees, itself included."""
+        xp = namespace(self.pages)
+        return xp.clip(self.lengths[:, None] + xp.arange(1 - s, 1), 0, None)
+
+    def check_queries(self, q: Any) -> None:
+        """Raise unless queries (b, hq, s, d) fit."""
+        check_float("q", q)
+        check_ndim("q", q, "(b, hq, s, d)")
+        b, hq, _, d = q.shape
+        rows, h = self.pages.shape[:2]
+        if d != self.layout.keys.width or b != rows:
+            raise ValueError(f"q must have shape ({rows}, hq, s, {self.layout.keys.width}), got {tuple(q.shape)}")
+        check_gqa(hq, h)
 
 
 def attend(
@@ -78,7 +90,7 @@ def attend(
     -------
     (b, hq, s, dv) in the dtype of `q`; zeros for a query that sees nothing.
     """
-    check_queries(q, view)
+    view.check_queries(q)
     b, hq, s, _ = q.shape
     for side, arrays in ((view.layout.keys, ("sink_k", "window_k")), (view.layout.values, ("sink_v", "window_v"))):
         for name in arrays:
@@ -100,53 +112,3 @@ def attend(
         ):
             raise ValueError(f"bias must have shape ({b}, 1 or {hq}, {s}, n >= {longest}), got {tuple(bias.shape)}")
     return attend_checked(q, view, limits, bias, scale, softcap, sink_logits, coefficients, engine)
-
-
-def check_queries(q: Any, view: CacheView) -> None:
-    """Raise unless q (b, hq, s, d) fits what `view` holds."""
-    check_float("q", q)
-    check_ndim("q", q, "(b, hq, s, d)")
-    b, hq, _, d = q.shape
-    rows, h = view.pages.shape[:2]
-    if d != view.layout.keys.width or b != rows:
-        raise ValueError(f"q must have shape ({rows}, hq, s, {view.layout.keys.width}), got {tuple(q.shape)}")
-    check_gqa(hq, h)
-
-
-def attend_checked(
-    q: Any,
-    view: CacheView,
-    limits: Any,
-    bias: Any,
-    scale: float | None,
-    softcap: float | None,
-    sink_logits: Any,
-    coefficients: str,
-    engine: str | None,
-) -> Any:
-    """:func:`attend` of arrays that are known to fit together; what is no array is still looked at."""
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[3])
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}; leave it out for none")
-    if sink_logits is not None and tuple(sink_logits.shape) != (q.shape[1],):
-        raise ValueError(f"sink_logits must have shape ({q.shape[1]},), got {tuple(sink_logits.shape)}")
-    if coefficients not in COEFFICIENTS:
-        check_choice("coefficients", coefficients, COEFFICIENTS)
-    run = implementation("attention.attend", q, engine=engine)
-    return run(
-        q,
-        view,
-        limits=limits,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        coefficients=coefficients,
-    )
-
-
-def causal_limits(view: CacheView, s: int) -> Any:
-    """(b, s) int64: what the newest s tokens of each row see, themselves included."""
-    xp = namespace(view.pages)
-    return xp.clip(view.lengths[:, None] + xp.arange(1 - s, 1), 0, None)

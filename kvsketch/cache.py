@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsketch import attention
+from kvsketch._attend import COEFFICIENTS, attend_checked
 from kvsketch._checks import check_choice, check_integer, check_ndim
 from kvsketch._contents import CacheSizes, Contents, due_pages, new_contents
 from kvsketch._dispatch import ENGINES, namespace
@@ -82,7 +82,7 @@ class Cache(CacheSizes):
         self.checked = bool(checked)
         self.name = str(name)
         self.engine = engine
-        check_choice("coefficients", coefficients, attention.COEFFICIENTS)
+        check_choice("coefficients", coefficients, COEFFICIENTS)
         self.coefficients = coefficients
         self._contents: Contents | None = None
 
@@ -191,8 +191,8 @@ class Cache(CacheSizes):
         limits = positions.limits(s, contents.lengths)
         bias = None if mask is None else positions.bias(mask, s, hq)
         view = self._view(contents)
-        attention.check_queries(q, view)
-        return attention.attend_checked(
+        view.check_queries(q)
+        return attend_checked(
             q,
             view,
             None if limits is None else namespace(q).asarray(limits),

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.attention import COEFFICIENTS
+from kvsketch._attend import COEFFICIENTS
 from kvsketch.console import (
     DTYPES,
     at_least,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvsketch._dispatch import namespace
-from kvsketch.attention import CacheView, causal_limits
+from kvsketch.attention import CacheView
 from kvsketch.reference.pages import decode_keys, decode_values
 
 #: Tokens that are decoded at a time: temporaries are bounded by this, not by the length of the cache.
@@ -54,7 +54,7 @@ def attend(
     h, dv = view.pages.shape[1], view.layout.values.width
     ratio = hq // h
     if limits is None:
-        limits = causal_limits(view, s)
+        limits = view.causal_limits(s)
     out = xp.zeros((b, hq, s, dv), dtype=q.dtype)
     for row in range(b):
         queries = q[row].astype(xp.float32).reshape(h, ratio * s, d)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsketch.attention import COEFFICIENTS, attend
+from kvsketch._attend import COEFFICIENTS
+from kvsketch.attention import attend
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch
 from kvsketch.numba_cpu.attention import FUSED_QUERIES, RUN_TOKENS
 from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvsketch import pages
-from kvsketch.attention import COEFFICIENTS, CacheView, attend
+from kvsketch._attend import COEFFICIENTS
+from kvsketch.attention import CacheView, attend
 from kvsketch.codecs import Exact, GroupedInts, SignSketch
 from kvsketch.layout import page_layout
 from kvsketch.numba_cpu import _threads
@@ -114,7 +115,8 @@ def traced_peak(q, view, engine):
 def test_temporaries_do_not_grow_with_the_cache(s, engine):
     """T27: they are below half of the decoded cache at 16384 tokens, and as many at 4096.
 
-    At s = 40 there are 160 query rows on a head, which the Numba engine does not fuse.
+    At s = 40 there are 160 query rows on a head, which the Numba engine does not fuse. Below a certain length it keeps
+    what threads would share, tens of kilobytes, out of NumPy's sight.
     """
     view, decoded_bytes = long_cache()
     shorter = view._replace(page_counts=view.page_counts // 4)
@@ -122,7 +124,7 @@ def test_temporaries_do_not_grow_with_the_cache(s, engine):
     attend(q, shorter, engine=engine)  # compiles
     peak = traced_peak(q, view, engine)
     assert peak < decoded_bytes / 2
-    assert peak < 1.05 * traced_peak(q, shorter, engine) + 10_000
+    assert peak < 1.05 * traced_peak(q, shorter, engine) + 100_000
 
 
 PEAK = """

@@ -46,9 +46,9 @@ def own_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def dispatched() -> list[str]:
-    """Every operation that a public module asks an engine for."""
+    """Every operation that a public module, or what it shares with caches, asks an engine for."""
     found: set[str] = set()
-    for name in ARRAY_MODULES:
+    for name in (*ARRAY_MODULES, "_attend"):
         source = Path(importlib.import_module(f"kvsketch.{name}").__file__ or "").read_text(encoding="utf-8")
         found |= set(re.findall(r'implementation\(\s*"(\w+\.\w+)"', source))
     return sorted(found)
