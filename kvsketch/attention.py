@@ -83,7 +83,7 @@ def attend(
     coefficients : {"int16", "int8"}
         What an engine may round queries and softmax weights to, once they are multiplied by a page's scales. The
         relative L2 error that this adds to the output is measured on data of several kinds by ``python -m benchmarks
-        decode``: with int16 about 5e-5, up to 1e-4 where attention rests on few tokens and 2e-4 for keys with outlier
+        decode``: with int16 about 5e-5, up to 1.3e-4 where attention rests on few tokens and 3e-4 for keys with outlier
         channels (values without a mean, which is the worst case); with int8 0.01 to 0.06. The reference rounds neither.
 
     Returns
