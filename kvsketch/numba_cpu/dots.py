@@ -53,6 +53,8 @@ PARTS = 64 // VECTOR_BYTES
 QUERIES = 4 if TIER == "avx512-vnni" else 2
 #: Largest number that a code is multiplied as, by its bits and coefficients.
 LARGEST = {"int16": {1: 8, 2: 192, 3: 448, 4: 240, 8: 255}, "int8": {1: 8, 2: 192, 3: 7, 4: 240, 8: 255}}
+#: Bytes that the sums of the codes of 32 channels take.
+KEPT = 64 * PLANES
 #: Bytes of the coefficients of 8 rows.
 COEFFICIENT_BYTES = {"int16": 16, "int8": 8}
 
@@ -256,6 +258,31 @@ def _first_sums(bits: int, queries: int, bias: int) -> tuple[Any, Any]:
     return add_codes, first_sums
 
 
+@intrinsic
+def _store_codes(_context: Any, sums: Any, target: Any) -> Any:
+    """Write sums of codes of four planes."""
+
+    def emit(b: ir.IRBuilder, sums: Any, target: Any) -> None:
+        for plane in range(PLANES):
+            emit_store(b, target, VECTOR_BYTES * plane, b.extract_value(sums, plane))
+
+    return operation(types.void(types.UniTuple(ints, PLANES), types.intp), emit)
+
+
+@intrinsic
+def _load_codes(_context: Any, source: Any) -> Any:
+    """Sums of codes of four planes as :func:`_store_codes` wrote them."""
+
+    def emit(b: ir.IRBuilder, source: Any) -> Any:
+        sums = ir.Constant(ir.ArrayType(VECTORS["int32"], PLANES), ir.Undefined)
+        for plane in range(PLANES):
+            loaded = emit_load(b, source, VECTOR_BYTES * plane, VECTORS["int32"])
+            sums = b.insert_value(sums, loaded, plane)
+        return sums
+
+    return operation(types.UniTuple(ints, PLANES)(types.intp), emit)
+
+
 def _plane_weights(bits: int, coefficients: str, first: int) -> ir.Constant:
     """Weights of a vector that holds lanes of plane `first` in its low half and of the next in its high half."""
     low, high = (plane_weight(bits, plane, coefficients) for plane in (first, first + 1))
@@ -337,7 +364,8 @@ def make_score_block(bits: int, coefficients: str, queries: int) -> Any:
 def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
     """A function that adds 32 channels (lanes) of some pages' values to the mixes of `queries` queries.
 
-    Numbers are those of each plane of 8 channels, the same for all where `shared`; factors those of the queries.
+    Numbers are those of each plane of 8 channels, the same for all where `shared`; factors those of the queries. Sums
+    of the codes are kept for the next queries, in :data:`KEPT` bytes that the first ones fill.
     """
     bias = bias_of(coefficients, signed=False)
     zero_sums, zero_codes = _zero_sums(queries), _zero_sums(1)
@@ -346,16 +374,23 @@ def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> 
     code_step, step = _unit_steps(bits, coefficients)
 
     @inner
-    def mix_block(codes, ahead, pages, page_step, units, numbers, pitch, factors, target, target_pitch):  # type: ignore[no-untyped-def]
+    def mix_block(
+        codes, ahead, pages, page_step, units, numbers, pitch, factors, target, target_pitch, kept, is_first
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
         n0, n1, n2, n3 = numbers
         for part in range(PARTS):
             sums = zero_sums()
             if bias > 0:
-                code_sums = zero_codes()
-                for page in range(pages):
-                    start = codes + page * page_step + VECTOR_BYTES * part
-                    for unit in range(units):
-                        code_sums = add_codes(code_sums, start + code_step * unit)
+                place = kept + PLANES * VECTOR_BYTES * part
+                if is_first:
+                    code_sums = zero_codes()
+                    for page in range(pages):
+                        start = codes + page * page_step + VECTOR_BYTES * part
+                        for unit in range(units):
+                            code_sums = add_codes(code_sums, start + code_step * unit)
+                    _store_codes(code_sums, place)
+                else:
+                    code_sums = _load_codes(place)
                 sums = first_sums(code_sums)
             offset = 0
             for page in range(pages):

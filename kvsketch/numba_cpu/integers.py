@@ -11,7 +11,7 @@ from typing import Any
 from kvsketch.layout import SideSpec, unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import inner
 from kvsketch.numba_cpu.coefficients import largest_of_groups, largest_of_pages, make_fold, make_scale, padded
-from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_mix_block, make_score_block
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, KEPT, QUERIES, make_limit, make_mix_block, make_score_block
 from kvsketch.numba_cpu.simd import load_float, load_long, load_word, store_float, store_word
 
 #: Most tokens that a kernel is given at a time; a whole number of pages of any size.
@@ -38,7 +38,8 @@ def score_scratch(spec: SideSpec) -> int:
 
 def mix_scratch(spec: SideSpec) -> int:
     """Bytes that a mix kernel works in."""
-    return FACTORS + 4 * TILE * (1 + QUERIES) + spec.groups * (16 + 2 * QUERIES * TILE)
+    kept = KEPT * ((spec.width + 31) // 32)
+    return FACTORS + 4 * TILE * (1 + QUERIES) + kept + spec.groups * (16 + 2 * QUERIES * TILE)
 
 
 @inner
@@ -153,7 +154,9 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
             total, units = count * tokens, tokens // depth
             row, ahead = size * total, count * step if first == 0 else 0
             scales, zeros = page + load_long(spec + SCALE), page + load_long(spec + ZERO)
-            largest, scaled = scratch + FACTORS, scratch + FACTORS + 4 * total
+            # What the first queries leave for the next lies where the number of queries does not matter.
+            largest, kept = scratch + FACTORS, scratch + FACTORS + 4 * total
+            scaled = kept + KEPT * ((load_long(spec + WIDTH) + 31) // 32)
             constants = scaled + 4 * total * queries
             numbers = constants + 16 * groups
             if first == 0:
@@ -173,7 +176,10 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
                 g2, g3 = min((32 * block + 16) // group, groups - 1), min((32 * block + 24) // group, groups - 1)
                 wide = row * queries
                 at = (numbers + wide * g0, numbers + wide * g1, numbers + wide * g2, numbers + wide * g3)
-                mix_block(codes, ahead, count, step, units, at, row, scratch, target + 256 * block, pitch)
+                mix_block(
+                    codes, ahead, count, step, units, at, row, scratch, target + 256 * block, pitch,
+                    kept + KEPT * block, first == 0,
+                )  # fmt: skip
 
         return mix_part
 

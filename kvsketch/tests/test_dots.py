@@ -10,7 +10,15 @@ import pytest
 
 from kvsketch.layout import LANES, locate_codes, unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import compile_address
-from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, bias_of, make_limit, make_mix_block, make_score_block
+from kvsketch.numba_cpu.dots import (
+    COEFFICIENT_BYTES,
+    KEPT,
+    QUERIES,
+    bias_of,
+    make_limit,
+    make_mix_block,
+    make_score_block,
+)
 from kvsketch.numba_cpu.integers import TILE
 from kvsketch.testing import spacing
 
@@ -45,7 +53,7 @@ def block_kernel(bits, kind):
             else:
                 score4(*score)
         else:
-            mix = (codes, 0, pages, page_step, units, (n0, n1, n2, n3), pitch, factors, target, row)
+            mix = (codes, 0, pages, page_step, units, (n0, n1, n2, n3), pitch, factors, target, row, extra, 1)
             if which == 1:
                 if queries == 1:
                     all1(*mix)
@@ -114,13 +122,14 @@ def mix(codes, coefficients, bits, kind, factors, *, shared, pages=1, start=0.0)
     """
     _, queries, rows = coefficients.shape
     stored = [store(c, kind, bias_of(kind, signed=False)) for c in coefficients]
+    kept = np.empty(KEPT, np.uint8)
     target = np.full((queries + 1, 80), start, np.float32)
     units = [pack(part, bits).reshape(-1) for part in np.split(codes, pages, axis=1)]
     packed = np.concatenate([np.concatenate([u, np.full(PAGE_GAP, 255, np.uint8)]) for u in units])
     block_kernel(bits, kind)(
         1 if shared else 2, queries, packed.ctypes.data, pages, units[0].size + PAGE_GAP,
         rows // pages // unit_rows(bits), *(s.ctypes.data for s in stored), stored[0].shape[1],
-        factors.ctypes.data, 0, target.ctypes.data, 4 * target.shape[1],
+        factors.ctypes.data, kept.ctypes.data, target.ctypes.data, 4 * target.shape[1],
     )  # fmt: skip
     assert (target[:queries, 64:] == start).all()
     assert (target[queries] == start).all()
