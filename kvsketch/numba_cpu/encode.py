@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
-from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_INTS, LANES, SideLayout
-from kvsketch.numba_cpu._compile import compile_address, kernel
+from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_INTS, SideLayout
+from kvsketch.numba_cpu._compile import address, compile_address, kernel
 from kvsketch.numba_cpu._threads import run_parts
 from kvsketch.numba_cpu.encode_hadamard import transform_shape
 from kvsketch.numba_cpu.encode_ints import int_scratch, make_encode_keys, make_encode_values
 from kvsketch.numba_cpu.encode_sketch import make_encode_sketch, sketch_scratch, sketch_tables
-from kvsketch.numba_cpu.integers import TOKENS, WIDTH
+from kvsketch.numba_cpu.integers import TOKENS, WIDTH, shares_groups
 from kvsketch.numba_cpu.simd import address_of, call_kernel, copy_bytes, load_long, take_next
 
 #: Pages of a head that a thread takes at a time.
@@ -77,9 +77,9 @@ def _plan(side: SideLayout, dtype: str) -> _Plan:
     if spec.kind == KIND_EXACT:
         return _Plan(_exact_kernel(4 if spec.dtype == DTYPE_CODES["float32"] else 2), numbers, 0, _NO_ROWS, None)
     if spec.kind == KIND_INTS:
-        shared = side.side == "keys" or spec.group % LANES == 0 or spec.groups == 1
-        address = _int_kernel(side.side == "keys", spec.bits, dtype, shared)
-        return _Plan(address, numbers, int_scratch(spec), _NO_ROWS, None)
+        shared = side.side == "keys" or shares_groups(spec)
+        kernel_address = _int_kernel(side.side == "keys", spec.bits, dtype, shared)
+        return _Plan(kernel_address, numbers, int_scratch(spec), _NO_ROWS, None)
     addresses, kept, transformed = sketch_tables(side)
     levels, both = transform_shape(spec.width) if transformed else (0, False)
     return _Plan(_sketch_kernel(dtype, levels, both), numbers, sketch_scratch(spec), addresses, kept)
@@ -125,11 +125,6 @@ def _encode_parts(  # type: ignore[no-untyped-def]
     return found[0] + scratch.size - room - 64
 
 
-def _address(x: Any) -> int:
-    """Where the numbers of an array begin."""
-    return int(x.__array_interface__["data"][0])
-
-
 def encode_side(x: Any, side: SideLayout, out: Any, channels: Any = None) -> int:
     """Write pages of `x` (..., P*p, width) to `out` (..., P, side bytes); number of saturated scales, zeros and norms.
 
@@ -150,7 +145,7 @@ def encode_side(x: Any, side: SideLayout, out: Any, channels: Any = None) -> int
         given = np.array(channels, np.int64).reshape(-1, side.spec.outliers)
     plan = _plan(side, _NAMES[x.dtype])
     found = run_parts(
-        _encode_parts, total, plan.kernel, _address(x), heads, x.strides[-2], side.tokens, _address(out), out_heads,
+        _encode_parts, total, plan.kernel, address(x), heads, x.strides[-2], side.tokens, address(out), out_heads,
         out.strides[-2], pages, plan.spec, plan.extra, given, plan.scratch,
         threads=1 if x.size < THREADED_NUMBERS else None,
     )  # fmt: skip

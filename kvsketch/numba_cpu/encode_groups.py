@@ -40,6 +40,7 @@ from kvsketch.numba_cpu.emit import (
     I64,
     LANES,
     VECTORS,
+    emit_absolute,
     emit_bfloats,
     emit_call,
     emit_constant,
@@ -125,7 +126,7 @@ def emit_write_groups(
     step = b.select(bad, none, b.fdiv(b.fsub(hi, lo), levels))
     lo = b.select(bad, emit_constant(kind, float("nan")), lo)
     above = b.fcmp_ordered(">", step, high)
-    beyond = b.fcmp_ordered(">", emit_call(b, f"llvm.fabs.v{kind.count}f32", kind, [lo]), high)
+    beyond = b.fcmp_ordered(">", emit_absolute(b, lo), high)
     saturated = b.add(emit_count(b, above), emit_count(b, beyond))
     # Adding zero turns -0.0 into +0.0, so that equal groups have equal bytes.
     scale, zero = (

@@ -18,6 +18,7 @@ from kvsketch.numba_cpu.emit import (
     I64,
     LANES,
     VECTORS,
+    emit_absolute,
     emit_call,
     emit_constant,
     emit_load,
@@ -34,10 +35,6 @@ UNIT_ROWS = 16
 FUSED = TIER != "generic"
 #: Rows whose sums fit into registers.
 _REGISTER_ROWS = 16 if TIER == "avx512-vnni" else 8
-
-
-def _emit_fabs(b: ir.IRBuilder, x: Any) -> Any:
-    return emit_call(b, f"llvm.fabs.v{LANES}f32", x.type, [x])
 
 
 def make_transpose(dtype: str) -> Any:
@@ -97,7 +94,7 @@ def close_to_zero(_context: Any, squares: Any, bound: Any) -> Any:
 
 
 def _emit_close(b: ir.IRBuilder, y: Any, limit: Any) -> Any:
-    return b.fcmp_unordered("<=", _emit_fabs(b, y), limit)
+    return b.fcmp_unordered("<=", emit_absolute(b, y), limit)
 
 
 @intrinsic

@@ -10,7 +10,14 @@ from typing import Any
 
 from kvsketch.layout import SideSpec, unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.coefficients import largest_of_groups, largest_of_pages, make_fold, make_scale, padded
+from kvsketch.numba_cpu.coefficients import (
+    largest_of_groups,
+    largest_of_pages,
+    make_fold,
+    make_scale,
+    padded,
+    padded_rows,
+)
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, KEPT, QUERIES, make_limit, make_mix_block, make_score_block
 from kvsketch.numba_cpu.simd import load_float, load_long, load_word, store_float, store_word
 
@@ -26,7 +33,11 @@ TOKENS, WIDTH, GROUP, GROUPS, ROWS, CODES, SCALE, ZERO = (
     8 * SideSpec._fields.index(name)
     for name in ("tokens", "width", "group", "groups", "rows", "codes", "scale", "zero")
 )
-_padded = inner(padded)
+
+
+def shares_groups(spec: SideSpec) -> bool:
+    """Whether the channels of each block of 32 of values are all in one group."""
+    return spec.group % 32 == 0 or spec.groups == 1
 
 
 def score_scratch(spec: SideSpec) -> int:
@@ -93,7 +104,7 @@ def make_score(bits: int, coefficients: str) -> Any:
         @inner
         def score_part(first, q, q_pitch, scores, pitch, page, step, count, part, spec, scratch):  # type: ignore[no-untyped-def]
             rows, blocks = load_long(spec + ROWS), load_long(spec + GROUP) // 32
-            wide, units, most = _padded(rows), rows // depth, limit(rows)
+            wide, units, most = padded_rows(rows), rows // depth, limit(rows)
             row, ahead = size * wide, AHEAD * step if first == 0 else 0
             constants, largest = scratch + FACTORS, scratch + FACTORS + 16 * count
             scaled = largest + 4 * wide

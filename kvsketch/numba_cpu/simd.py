@@ -24,8 +24,8 @@ from kvsketch.numba_cpu.emit import (
     I64,
     LANES,
     VECTORS,
+    emit_absolute,
     emit_bfloats,
-    emit_call,
     emit_constant,
     emit_halves,
     emit_load,
@@ -228,8 +228,7 @@ def minimum(_context: Any, x: Any, y: Any) -> Any:
 @intrinsic
 def absolute(_context: Any, x: Any) -> Any:
     """|x|."""
-    kind = VECTORS["float32"]
-    return operation(floats(floats), lambda b, x: emit_call(b, f"llvm.fabs.v{LANES}f32", kind, [x]))
+    return operation(floats(floats), emit_absolute)
 
 
 @intrinsic

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvsketch.layout import SideSpec
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.coefficients import make_fold, make_scale, padded
+from kvsketch.numba_cpu.coefficients import make_fold, make_scale, padded, padded_rows
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_score_block
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.integers import AHEAD, TOKENS, for_query_counts
@@ -25,6 +25,7 @@ from kvsketch.numba_cpu.simd import (
     store_floats,
     store_word,
 )
+from kvsketch.numba_cpu.softmax import fill_floats
 
 (CODES, M, NORMS, OUTLIERS, OUTLIER_M, OUTLIER_CODES, OUTLIER_NORMS, CHANNELS, CHANNEL_BYTES) = (
     8 * SideSpec._fields.index(name)
@@ -35,7 +36,6 @@ from kvsketch.numba_cpu.simd import (
 )
 #: Bytes of the factors, their inverses and the constants of a block of queries, and where the constants are.
 RESULTS, CONSTANTS = 48, 32
-_padded = inner(padded)
 #: What a score kernel needs beside the queries, in bytes from an int64 array: addresses (row by row float32, pitches in
 #: bytes) of S q, of S transposed and of that of the outlier channels, and of the estimates' two factors c/m.
 SKETCH, SKETCH_PITCH, TABLE, TABLE_PITCH, OUTLIER_TABLE, OUTLIER_PITCH, FACTORS = range(0, 56, 8)
@@ -88,16 +88,10 @@ def _write_ones(target, wide):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _fill(target, count, number):  # type: ignore[no-untyped-def]
-    for i in range(count):
-        store_float(target + 4 * i, number)
-
-
-@inner
 def _copy(source, count, target, wide):  # type: ignore[no-untyped-def]
     for i in range(0, count, LANES):
         store_floats(target + 4 * i, load_floats(source + 4 * i))
-    _fill(target + 4 * count, wide - count, np.float32(0))
+    fill_floats(target + 4 * count, wide - count, np.float32(0))
 
 
 @inner
@@ -146,25 +140,19 @@ def make_sketch_score(coefficients: str) -> Any:
     fold_parts, score_parts = for_query_counts(make_fold_part), for_query_counts(make_score_part)
 
     @inner
-    def fold_main(page, spec, q, q_pitch, queries, folded, numbers, rows, wide, ones, results, extra):  # type: ignore[no-untyped-def]
+    def fold_queries(
+        page, spec, q, q_pitch, queries, sketch, sketch_pitch, sign, table, table_pitch, estimate, folded, numbers,
+        rows, wide, ones, results,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        """Coefficients of what is at `sketch` (0: zeros) plus sign * S q of the page's outlier channels."""
+        _write_ones(ones, wide)
         for i in range(queries):
             target = folded + 4 * wide * i
-            _copy(load_long(extra + SKETCH) + load_long(extra + SKETCH_PITCH) * i, rows, target, wide)
-            table, table_pitch = load_long(extra + TABLE), load_long(extra + TABLE_PITCH)
-            _add_channels(page, spec, q + q_pitch * i, np.float32(-1), table, table_pitch, rows, target)
-        estimate = load_float(load_long(extra + FACTORS))
-        fold_parts(
-            queries, folded, 4 * wide, numbers, size * wide, (ones, wide, limit(rows), estimate, results)
-        )  # fmt: skip
-
-    @inner
-    def fold_outliers(page, spec, q, q_pitch, queries, folded, numbers, rows, wide, ones, results, extra):  # type: ignore[no-untyped-def]
-        for i in range(queries):
-            target = folded + 4 * wide * i
-            _fill(target, wide, np.float32(0))
-            table, table_pitch = load_long(extra + OUTLIER_TABLE), load_long(extra + OUTLIER_PITCH)
-            _add_channels(page, spec, q + q_pitch * i, np.float32(1), table, table_pitch, rows, target)
-        estimate = load_float(load_long(extra + FACTORS) + 4)
+            if sketch != 0:
+                _copy(sketch + sketch_pitch * i, rows, target, wide)
+            else:
+                fill_floats(target, wide, np.float32(0))
+            _add_channels(page, spec, q + q_pitch * i, sign, table, table_pitch, rows, target)
         fold_parts(
             queries, folded, 4 * wide, numbers, size * wide, (ones, wide, limit(rows), estimate, results)
         )  # fmt: skip
@@ -172,7 +160,7 @@ def make_sketch_score(coefficients: str) -> Any:
     def score(page, step, count, spec, q, q_pitch, queries, scores, pitch, scratch, extra):  # type: ignore[no-untyped-def]
         outliers, rows = load_long(spec + OUTLIERS), (load_long(spec + M) + 15) // 16 * 16
         outlier_rows = (load_long(spec + OUTLIER_M) + 15) // 16 * 16
-        wide, outlier_wide = _padded(rows), _padded(outlier_rows)
+        wide, outlier_wide = padded_rows(rows), padded_rows(outlier_rows)
         results = scratch
         outlier_results = results + RESULTS * ((queries + QUERIES - 1) // QUERIES)
         sums = outlier_results + RESULTS * ((queries + QUERIES - 1) // QUERIES)
@@ -184,13 +172,17 @@ def make_sketch_score(coefficients: str) -> Any:
         for index in range(count):
             if index == 0 or (outliers > 0 and not _same_channels(page, folded_for, spec)):
                 folded_for = page
-                _write_ones(ones, wide)
-                fold_main(page, spec, q, q_pitch, queries, folded, numbers, rows, wide, ones, results, extra)
+                factors = load_long(extra + FACTORS)
+                fold_queries(
+                    page, spec, q, q_pitch, queries, load_long(extra + SKETCH), load_long(extra + SKETCH_PITCH),
+                    np.float32(-1), load_long(extra + TABLE), load_long(extra + TABLE_PITCH), load_float(factors),
+                    folded, numbers, rows, wide, ones, results,
+                )  # fmt: skip
                 if outliers > 0:
-                    _write_ones(ones, outlier_wide)
-                    fold_outliers(
-                        page, spec, q, q_pitch, queries, folded, outlier_numbers, outlier_rows, outlier_wide, ones,
-                        outlier_results, extra,
+                    fold_queries(
+                        page, spec, q, q_pitch, queries, 0, 0, np.float32(1), load_long(extra + OUTLIER_TABLE),
+                        load_long(extra + OUTLIER_PITCH), load_float(factors + 4), folded, outlier_numbers,
+                        outlier_rows, outlier_wide, ones, outlier_results,
                     )  # fmt: skip
             codes, norms = page + load_long(spec + CODES), page + load_long(spec + NORMS)
             score_parts(
