@@ -27,8 +27,8 @@ class Contents:
     pages: PageStore
     positions: Positions
     given: tuple[Any, Any, int, int, int, int]
-    #: For which state of the contents a step was prepared, and the step; see :mod:`kvsketch._step`.
-    prepared: tuple[Any, Any] = (None, None)
+    #: For which settings and changes a step was prepared, and the step; see :mod:`kvsketch._step`.
+    prepared: tuple[Any, Any, Any] = (None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         # A step knows addresses of this very object's buffers.

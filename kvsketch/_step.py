@@ -19,16 +19,17 @@ UNUSUAL = -1
 def prepared_step(cache: Cache, hq: int) -> Any:
     """Steps of `hq` query heads over the cache as it is; None where the ordinary calls have to take them.
 
-    Made anew after anything that may have replaced a buffer: a page that became due, crop, reorder and so on.
+    Made anew after anything that may have replaced a buffer: a page that became due, crop, reorder and so on. That an
+    engine has none for such contents is asked once.
     """
     contents = cache._contents
     if contents is None or contents.positions.valid is not None:
         return None
-    state = (contents.changes, hq, cache.coefficients, cache.engine)
-    known, step = contents.prepared
-    if known != state:
-        step = _prepare(contents, hq, cache.coefficients, cache.engine)
-        contents.prepared = state, step
+    settings, changes = (hq, cache.coefficients, cache.engine), contents.changes
+    known, seen, step = contents.prepared
+    if known != settings or (step is not None and seen != changes):
+        step = _prepare(contents, *settings)
+        contents.prepared = settings, changes, step
     return step
 
 

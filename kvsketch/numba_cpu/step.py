@@ -49,9 +49,14 @@ def _finite(numbers, count, dtype):  # type: ignore[no-untyped-def]
 
 
 @kernel_part()
-def _room(inputs, full):  # type: ignore[no-untyped-def]
-    """Pages of the longest row, or UNUSUAL when a row's sinks are not full, its window is, or a page is due."""
+def _room(inputs, full, page):  # type: ignore[no-untyped-def]
+    """Pages of the longest row, or UNUSUAL when a row's sinks are not full, its window is, or a page is due.
+
+    Or when the window is so large that an append gives room back.
+    """
     pages = 0
+    if inputs.window_room > 2 * (full + page):
+        return UNUSUAL
     for row in range(inputs.b):
         count = load_long(inputs.window_counts + 8 * row)
         end = load_long(inputs.window_starts + 8 * row) + count
@@ -83,7 +88,7 @@ def take_step(inputs_at, plan_at, q, k, v, out, unit, softcap, room, full, check
     """
     inputs, plan = load_inputs(inputs_at), load_plan(plan_at)
     b, h, queries, keys, values = inputs.b, inputs.h, inputs.queries, plan.key_spec, plan.value_spec
-    pages = _room(inputs, full)
+    pages = _room(inputs, full, keys.tokens)
     if pages == UNUSUAL:
         return UNUSUAL
     if checked and not (_finite(k, b * h * keys.width, keys.dtype) and _finite(v, b * h * values.width, values.dtype)):
@@ -155,7 +160,7 @@ class Step:
 def make_step(contents: Contents, hq: int, coefficients: str) -> Step | None:
     """Steps of `hq` query heads over the contents as they are, or None where only the ordinary calls can take them."""
     exact, pages = contents.exact, contents.pages
-    h, room = exact.window_k.shape[1:3]
+    h = exact.window_k.shape[1]
     counts = (pages.counts, exact.sink_counts, exact.starts, exact.counts)
     arrays = (pages.pages, exact.sink_k, exact.sink_v, exact.window_k, exact.window_v, *counts)
     given = {*contents.given[:2], exact.window_k.dtype, exact.window_v.dtype}
@@ -166,8 +171,6 @@ def make_step(contents: Contents, hq: int, coefficients: str) -> Step | None:
         or len(given) > 1
         or not all(array.flags.c_contiguous for array in arrays)
         or any(array.dtype != np.int64 for array in counts)
-        # An append would make a window of this size smaller.
-        or room > 2 * exact.usual_room
     ):
         return None
     return Step(contents, hq, prepare(pages.layout, hq // h, coefficients))

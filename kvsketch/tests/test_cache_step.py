@@ -193,3 +193,22 @@ def test_a_prepared_step_keeps_no_buffer_alive() -> None:
     assert old() is not None
     cache.reserve(10000)
     assert old() is None
+
+
+def test_no_step_for_a_codec_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = prefilled("sketch-ints2")
+    assert run_steps(cache, 3) == 0
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr("kvsketch._step._prepare", fail)
+    assert run_steps(cache, 3) == 0
+
+
+def test_a_window_that_an_append_makes_smaller_is_left_to_it() -> None:
+    cache = prefilled(n=1000)
+    cache.crop(60)
+    room = cache.view().window_k.shape[2]
+    assert run_steps(cache, 3) == 2
+    assert cache.view().window_k.shape[2] < room
