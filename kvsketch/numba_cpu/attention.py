@@ -18,7 +18,8 @@ from kvsketch.numba_cpu import emit, integers, sketches
 from kvsketch.numba_cpu._compile import address, compile_address
 from kvsketch.numba_cpu._threads import get_num_threads, run_parts
 from kvsketch.numba_cpu.coefficients import padded
-from kvsketch.numba_cpu.fused import EXTRA, Inputs, Plan, attend_parts, join_parts, plan_numbers, scratch_bytes
+from kvsketch.numba_cpu.fused import EXTRA, Inputs, Plan, attend_parts, plan_numbers, scratch_bytes
+from kvsketch.numba_cpu.join import join_parts
 from kvsketch.numba_cpu.softmax import LOG2E
 from kvsketch.reference import attention as reference
 from kvsketch.reference.pages import projections

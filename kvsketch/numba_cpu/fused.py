@@ -1,4 +1,4 @@
-"""The compiled part of fused attention: one run of tokens of one head, and how the runs are joined.
+"""The compiled part of fused attention: one run of tokens of one head.
 
 A part keeps a running maximum, sum and weighted mix in one scratch buffer; scores are in units of log2. The pages'
 codecs are kernels of their own (:mod:`kvsketch.numba_cpu.integers`, :mod:`kvsketch.numba_cpu.sketches`), called by
@@ -16,6 +16,7 @@ from kvsketch.numba_cpu._compile import kernel, kernel_part
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
 from kvsketch.numba_cpu.integers import TILE
+from kvsketch.numba_cpu.join import join
 from kvsketch.numba_cpu.simd import (
     address_of,
     call_kernel,
@@ -345,8 +346,8 @@ def attend_parts(counter, total, inputs_at, plan_at, unit, softcap, room, states
     """Parts (row, head, run), counted in that order, as many as this thread gets.
 
     states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv); `room` bytes of scratch a thread. One thread that has had all
-    parts also joins them (:func:`join_parts`), with states and mixes of its own; `out` is 0 when there may be others.
-    Queries are multiplied by `unit`.
+    parts also joins them (:mod:`kvsketch.numba_cpu.join`), with states and mixes of its own; `out` is 0 when
+    there may be others. Queries are multiplied by `unit`.
     """
     inputs, plan = load_inputs(inputs_at), load_plan(plan_at)
     h, runs = inputs.h, inputs.runs
@@ -363,41 +364,3 @@ def attend_parts(counter, total, inputs_at, plan_at, unit, softcap, room, states
         part = take_next(counter)
     if out != 0:
         join(states, mixes, sink_logits, inputs.s, out)
-
-
-@kernel_part()
-def join(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
-    """What :func:`join_parts` does."""
-    stay_apart()
-    b, h, runs, count, dv = mixes.shape
-    weights = np.empty(runs, np.float32)
-    for row in range(b):
-        for head in range(h):
-            for i in range(count):
-                sink = sink_logits[(head * count + i) // s] if sink_logits.size > 0 else np.float32(-np.inf)
-                highest = sink
-                for run in range(runs):
-                    highest = max(highest, states[row, head, run, i, 0])
-                if highest == -np.inf:
-                    weights[:] = 0
-                    total = np.float32(1)
-                else:
-                    total = np.float32(2.0 ** (sink - highest))
-                    for run in range(runs):
-                        weights[run] = np.float32(2.0 ** (states[row, head, run, i, 0] - highest))
-                        total += weights[run] * states[row, head, run, i, 1]
-                at = out + 4 * dv * ((row * h + head) * count + i)
-                for c in range(dv):
-                    mixed = np.float32(0)
-                    for run in range(runs):
-                        mixed += weights[run] * mixes[row, head, run, i, c]
-                    store_float(at + 4 * c, mixed / total)
-
-
-@kernel()
-def join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
-    """Join the runs of each head by log-sum-exp, to float32 (b, h, Q, dv) at the address `out`.
-
-    sink_logits (hq,) in log2, or empty.
-    """
-    join(states, mixes, sink_logits, s, out)

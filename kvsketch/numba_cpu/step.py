@@ -22,7 +22,8 @@ from kvsketch.numba_cpu.attention import (
     threaded_work,
 )
 from kvsketch.numba_cpu.exact import number_bytes
-from kvsketch.numba_cpu.fused import Inputs, attend_part, join, load_inputs, load_plan
+from kvsketch.numba_cpu.fused import Inputs, attend_part, load_inputs, load_plan
+from kvsketch.numba_cpu.join import join
 from kvsketch.numba_cpu.simd import copy_bytes, load_long, load_word, store_long
 from kvsketch.numba_cpu.softmax import LOG2E
 
