@@ -16,6 +16,7 @@ from kvsketch.adapters.attention_function import (
     check_supported,
     dense_attention,
 )
+from kvsketch.adapters.decode_step import take_usual_step
 from kvsketch.adapters.torch_dlpack import array_from_tensor, tensor_from_array
 from kvsketch.cache import Cache
 
@@ -129,6 +130,10 @@ class CompressedLayer(CacheLayerMixin):
         if past == padding.length:
             self.owner.begin_forward(module)
         step = padding.read(mask, batch=b, new=s, past=past)
+        if s == 1 and step.valid is None and step.mask is None and s_aux is None:
+            taken = take_usual_step(store, query, key, value, scaling, softcap)
+            if taken is not None:
+                return taken
         store.append(array_from_tensor("key", key), array_from_tensor("value", value), valid=step.valid)
         self.is_initialized = True
         if past:

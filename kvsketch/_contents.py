@@ -27,6 +27,17 @@ class Contents:
     pages: PageStore
     positions: Positions
     given: tuple[Any, Any, int, int, int, int]
+    #: For which settings and changes a step was prepared, and the step; see :mod:`kvsketch._step`.
+    prepared: tuple[Any, Any, Any] = (None, None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A step knows addresses of this very object's buffers.
+        return {name: value for name, value in self.__dict__.items() if name != "prepared"}
+
+    @property
+    def changes(self) -> int:
+        """Grows whenever a buffer may have been replaced."""
+        return self.exact.changes + self.pages.changes
 
     @property
     def lengths(self) -> Any:

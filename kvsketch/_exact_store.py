@@ -16,8 +16,18 @@ def take_rows(array: Any, rows: Any) -> Any:
     return array[namespace(array).asarray(rows)]
 
 
+class Changing:
+    """Counts how often an attribute was set, which tells whether buffers may have moved since some moment."""
+
+    changes = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+        self.__dict__["changes"] = self.changes + 1
+
+
 @dataclass
-class ExactStore:
+class ExactStore(Changing):
     """Exact keys and values of b rows, each row with its own number of tokens.
 
     A row's first S tokens go to the sinks, later ones to the window, where row r holds the tokens
@@ -72,6 +82,11 @@ class ExactStore:
         return self.sink_counts + self.counts
 
     @property
+    def usual_room(self) -> int:
+        """Tokens of a row that the window keeps room for in the long run."""
+        return self.residual_length + 2 * self.page
+
+    @property
     def allocated_nbytes(self) -> int:
         return sum(int(a.nbytes) for a in (self.sink_k, self.sink_v, self.window_k, self.window_v))
 
@@ -99,7 +114,7 @@ class ExactStore:
         else:
             live, end = int(counts.max()), int((starts + counts).max())
         capacity = self.window_k.shape[2]
-        wanted = max(live + extra, self.residual_length + self.page) + self.page
+        wanted = max(live + extra + self.page, self.usual_room)
         if end + extra > capacity or capacity > 2 * wanted:
             if live + extra <= capacity <= 2 * wanted:
                 window_k, window_v = self.window_k, self.window_v

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvsketch._dispatch import namespace
-from kvsketch._exact_store import ExactStore, take_rows
+from kvsketch._exact_store import Changing, ExactStore, take_rows
 from kvsketch.codecs import SignSketch
 from kvsketch.layout import PageLayout
 from kvsketch.pages import encode_keys, encode_values, select_channels
@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass
-class PageStore:
+class PageStore(Changing):
     """Page records of b rows, one record a key/value head and page (docs/layout.md); row r has ``counts[r]`` pages.
 
     `channels` are a sketch's outlier channels in mode "prompt": chosen for each row and head when the row's first page

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,77 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class _Worker:
+    """A thread that waits for a job, does it, and waits again.
+
+    Two locks are all that passes between it and the thread that gives it jobs: an executor's futures take longer than
+    a decode step's kernel in one of two threads.
+    """
+
+    def __init__(self) -> None:
+        self._start, self._done = Lock(), Lock()
+        self._start.acquire()
+        self._done.acquire()
+        self._job: tuple[Any, ...] | None = None
+        self._outcome: Any = None
+        Thread(target=self._work, name="kvsketch", daemon=True).start()
+
+    def begin(self, *job: Any) -> None:
+        """Call ``job[0](*job[1:])`` in this thread."""
+        self._job = job
+        self._start.release()
+
+    def end(self) -> Any:
+        """What the job returned or raised; None for a job that had not begun, which is dropped."""
+        if self._start.acquire(blocking=False):
+            self._job = None
+            return None
+        try:
+            self._done.acquire()
+        except BaseException:
+            # An interrupt: the job's memory must be kept until it is done all the same.
+            self._done.acquire()
+            raise
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def stop(self) -> None:
+        """Let the thread, which has no job, end."""
+        self._start.release()
+
+    def _work(self) -> None:
+        while True:
+            self._start.acquire()
+            job, self._job = self._job, None
+            if job is None:
+                return
+            try:
+                self._outcome = job[0](*job[1:])
+            except BaseException as error:  # raised again where the job was given
+                self._outcome = error
+            # What a job holds is freed before its results are used.
+            del job
+            self._done.release()
+
+
 class _Pool:
     """How many threads to use, and those besides the calling one once they are needed."""
 
     def __init__(self) -> None:
         self.count = core_count()
-        self.executor: ThreadPoolExecutor | None = None
+        self.forget_threads()
 
     def forget_threads(self) -> None:
         """After a fork: the child has none of its parent's threads."""
-        self.executor = None
+        self.workers: list[_Worker] = []
+        #: Held by the thread that uses the workers.
+        self.used = Lock()
+
+    def stop(self) -> None:
+        """Let the workers end; none has a job."""
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            worker.stop()
 
 
 _POOL = _Pool()
@@ -47,26 +108,38 @@ def get_num_threads() -> int:
 def set_num_threads(count: int) -> None:
     """Let kernels use up to `count` threads, the calling one included. Results do not depend on it."""
     count = check_integer("count", count, low=1)
-    if count == _POOL.count:
-        return
-    old, _POOL.executor, _POOL.count = _POOL.executor, None, count
-    if old is not None:
-        old.shutdown(wait=False)
+    if count != _POOL.count:
+        with _POOL.used:
+            _POOL.count = count
+            _POOL.stop()
 
 
 def run_parts(kernel: Callable[..., Any], total: int, *arguments: Any, threads: int | None = None) -> list[Any]:
-    """Run ``kernel(counter, total, *arguments)`` on up to `threads` threads (default: all) and return their results.
+    """Run ``kernel(counter, total, *arguments)`` on up to `threads` threads (default: all); what those that ran return.
 
     Each takes the numbers of parts, below `total`, one after the other from the shared `counter`, an int64 array of one
-    element, with :func:`kvsketch.numba_cpu.simd.take_next`: a thread that starts late just does less.
+    element, with :func:`kvsketch.numba_cpu.simd.take_next`: a thread that starts late just does less. While another
+    thread of the program has the workers, the calling thread does all.
     """
     count = max(1, min(_POOL.count if threads is None else threads, total))
     counter = np.zeros(1, np.int64)
-    if count == 1:
+    pool = _POOL
+    if count == 1 or not pool.used.acquire(blocking=False):
         return [kernel(counter, total, *arguments)]
-    if _POOL.executor is None:
-        _POOL.executor = ThreadPoolExecutor(max(1, _POOL.count - 1), thread_name_prefix="kvsketch")
-    others = [_POOL.executor.submit(kernel, counter, total, *arguments) for _ in range(count - 1)]
-    results = [kernel(counter, total, *arguments)]
-    # One that has not started by now has nothing left to do.
-    return results + [other.result() for other in others if not other.cancel()]
+    try:
+        while len(pool.workers) < count - 1:
+            pool.workers.append(_Worker())
+        begun, outcomes = pool.workers[: count - 1], []
+        for worker in begun:
+            worker.begin(kernel, counter, total, *arguments)
+        try:
+            outcomes.append(kernel(counter, total, *arguments))
+        finally:
+            # One that has not started by now has nothing left to do.
+            outcomes.extend([worker.end() for worker in begun])
+    finally:
+        pool.used.release()
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if outcome is not None]

@@ -18,7 +18,8 @@ from kvsketch.numba_cpu import emit, integers, sketches
 from kvsketch.numba_cpu._compile import address, compile_address
 from kvsketch.numba_cpu._threads import get_num_threads, run_parts
 from kvsketch.numba_cpu.coefficients import padded
-from kvsketch.numba_cpu.fused import EXTRA, Inputs, Plan, attend_parts, join_parts, scratch_bytes
+from kvsketch.numba_cpu.fused import EXTRA, Inputs, Plan, attend_parts, plan_numbers, scratch_bytes
+from kvsketch.numba_cpu.join import join_parts
 from kvsketch.numba_cpu.softmax import LOG2E
 from kvsketch.reference import attention as reference
 from kvsketch.reference.pages import projections
@@ -27,13 +28,15 @@ from kvsketch.reference.pages import projections
 RUN_TOKENS, PARTS = 512, 32
 #: Products (queries by tokens by channels) below which other threads are not woken.
 THREADED_WORK = 1 << 21
+#: More than any work.
+ALONE = 1 << 62
 #: With more query rows than this on a key/value head, tiles are decoded once and multiplied by a matrix product.
 FUSED_QUERIES = 128
 
-_TYPES = {dtype: DTYPE_CODES[name] for name, dtype in FLOAT_DTYPES.items()}
-_NO_LOGITS = np.zeros(0, np.float32)
-_LATER = np.zeros((0, 0, 0, 0), np.float32)
-_LATER_STATES = np.zeros((0, 0, 0, 0, 0), np.float32)
+TYPES = {dtype: DTYPE_CODES[name] for name, dtype in FLOAT_DTYPES.items()}
+NO_LOGITS = np.zeros(0, np.float32)
+_NO_SKETCH = np.zeros((0, 0, 0, 0), np.float32)
+_LATER = np.zeros((0, 0, 0, 0, 0), np.float32)
 
 
 @lru_cache(maxsize=64)
@@ -54,6 +57,7 @@ class Prepared(NamedTuple):
     """What a layout and a number of queries need at every step."""
 
     plan: Plan
+    at: int  #: address of the plan's numbers
     room: int  #: bytes of scratch a thread
     keys: int  #: address of the fields of the key side
     values: int  #: of those of the value side
@@ -63,7 +67,7 @@ class Prepared(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
+def prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
     keys, values = layout.keys.spec, layout.values.spec
     score = mix = work = 0
     if keys.kind != KIND_EXACT:
@@ -83,9 +87,9 @@ def _prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
         # S q itself comes first; the kernel fills in a head's.
         pitches = [4 * table.shape[1] for table in tables[:2]]
         extra[1:] = [pitches[0], address(tables[0]), pitches[0], address(tables[1]), pitches[1], address(tables[2])]
-    kept = [np.array(keys, np.int64), np.array(values, np.int64), extra]
-    at = [address(x) for x in kept]
-    return Prepared(plan, scratch_bytes(plan, queries), at[0], at[1], at[2], tables, kept)
+    kept = [plan_numbers(plan), np.array(keys, np.int64), np.array(values, np.int64), extra]
+    plan_at, keys_at, values_at, extra_at = (address(x) for x in kept)
+    return Prepared(plan, plan_at, scratch_bytes(plan, queries), keys_at, values_at, extra_at, tables, kept)
 
 
 def attend(
@@ -110,10 +114,10 @@ def attend(
         )  # fmt: skip
     if b * count == 0:
         return np.zeros((b, hq, s, dv), q.dtype)
-    plan, room, keys, values, extra, tables, _ = _prepare(view.layout, count, coefficients)
+    plan, plan_at, room, keys, values, extra, tables, _ = prepare(view.layout, count, coefficients)
     unit = scale / softcap if softcap else scale * LOG2E
     if tables is None:
-        q, sketch = np.ascontiguousarray(q), _LATER
+        q, sketch = np.ascontiguousarray(q), _NO_SKETCH
     else:
         q, unit = q.reshape(b, h, count, d) * np.float32(unit), 1.0
         q = q.astype(np.float32, order="C", copy=False)
@@ -128,29 +132,39 @@ def attend(
     window_k, window_v = np.ascontiguousarray(view.window_k), np.ascontiguousarray(view.window_v)
     pages, at = np.ascontiguousarray(view.pages), address(counts)
     tokens = max(counts[0].tolist()) * plan.key_spec.tokens
-    runs = _run_count(tokens, b * h)
+    runs = run_count(tokens, b * h)
     bias_shape = (0, 0, 0, 0) if bias is None else bias.shape
     inputs = Inputs(
-        address(q), _TYPES[q.dtype], address(sketch), 4 * count * sketch.shape[-1], extra, keys, values,
-        0 if limits is None else address(limits), s, count, runs, b,
+        address(q), runs, TYPES[q.dtype], address(sketch), 4 * count * sketch.shape[-1], extra, keys, values,
+        0 if limits is None else address(limits), s, count, b,
         0 if bias is None else address(bias), bias_shape[1], bias_shape[3],
         address(pages), h, capacity, step, at, address(sink_k), address(sink_v), sink_k.shape[2], at + 8 * b,
         address(window_k), address(window_v), window_k.shape[2], at + 16 * b, at + 24 * b,
     )  # fmt: skip
-    logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
+    logits = NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
     out = np.empty((b, h, count, dv), np.float32)
-    fixed = (inputs, plan, np.float32(unit), float(softcap or 0), room)
-    if get_num_threads() == 1 or b * hq * s * (tokens + window_k.shape[2]) * (d + dv) < THREADED_WORK:
-        run_parts(attend_parts, b * h * runs, *fixed, _LATER_STATES, _LATER_STATES, logits, out, threads=1)
+    numbers = np.array(inputs, np.int64)
+    fixed = (address(numbers), plan_at, np.float32(unit), float(softcap or 0), room)
+    if b * hq * s * (tokens + window_k.shape[2]) * (d + dv) < threaded_work():
+        run_parts(attend_parts, b * h * runs, *fixed, _LATER, _LATER, logits, address(out), threads=1)
     else:
-        states = np.empty((b, h, runs, count, 2), np.float32)
-        mixes = np.empty((b, h, runs, count, dv), np.float32)
-        run_parts(attend_parts, b * h * runs, *fixed, states, mixes, logits, _LATER)
-        join_parts(states, mixes, logits, s, out)
+        attend_threaded((b, h, runs, count, dv), s, fixed, logits, address(out))
     return out.reshape(b, hq, s, dv).astype(given.dtype, copy=False)
 
 
-def _run_count(tokens: int, heads: int) -> int:
+def threaded_work() -> int:
+    """Products below which one thread works alone."""
+    return THREADED_WORK if get_num_threads() > 1 else ALONE
+
+
+def attend_threaded(shape: tuple[int, ...], s: int, fixed: tuple[Any, ...], logits: Any, out: int) -> None:
+    """Attend on all threads: `shape` is (b, h, runs, Q, dv), `fixed` what kernels take before the parts' results."""
+    states, mixes = np.empty((*shape[:4], 2), np.float32), np.empty(shape, np.float32)
+    run_parts(attend_parts, shape[0] * shape[1] * shape[2], *fixed, states, mixes, logits, 0)
+    join_parts(states, mixes, logits, s, out)
+
+
+def run_count(tokens: int, heads: int) -> int:
     """Runs of tokens that each head's pages are split into; a function of shapes alone."""
     return max(1, min(-(-tokens // RUN_TOKENS), -(-PARTS // heads)))
 

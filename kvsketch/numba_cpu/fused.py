@@ -1,4 +1,4 @@
-"""The compiled part of fused attention: one run of tokens of one head, and how the runs are joined.
+"""The compiled part of fused attention: one run of tokens of one head.
 
 A part keeps a running maximum, sum and weighted mix in one scratch buffer; scores are in units of log2. The pages'
 codecs are kernels of their own (:mod:`kvsketch.numba_cpu.integers`, :mod:`kvsketch.numba_cpu.sketches`), called by
@@ -16,7 +16,17 @@ from kvsketch.numba_cpu._compile import kernel, kernel_part
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
 from kvsketch.numba_cpu.integers import TILE
-from kvsketch.numba_cpu.simd import address_of, call_kernel, load_float, load_long, stay_apart, store_float, take_next
+from kvsketch.numba_cpu.join import join
+from kvsketch.numba_cpu.simd import (
+    address_of,
+    call_kernel,
+    load_float,
+    load_long,
+    make_load_longs,
+    stay_apart,
+    store_float,
+    take_next,
+)
 from kvsketch.numba_cpu.softmax import (
     add_bias,
     cap_scores,
@@ -46,9 +56,13 @@ class Plan(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Addresses and sizes of a step's arrays, all in C order. A compiled function takes integers faster than arrays."""
+    """Addresses and sizes of a step's arrays, all in C order.
+
+    Like a plan it reaches a compiled function as the address of its numbers, int64: a tuple takes it microseconds.
+    """
 
     q: int  #: (b, h, Q, d), still to be scaled to units of log2 (of the soft cap where there is one)
+    runs: int  #: of tokens that a head is split into
     q_type: int  #: kvsketch.layout.DTYPE_CODES
     sketch: int  #: (b, h, Q, m) float32, its sketch, for keys that are sketched
     sketch_step: int  #: bytes of a head's
@@ -58,7 +72,6 @@ class Inputs(NamedTuple):
     limits: int  #: (b, s) int64, tokens that a query sees; 0: causal
     s: int
     queries: int  #: Q, those of a key/value head
-    runs: int  #: of tokens that a head is split into
     b: int
     bias: int  #: (b, bias_heads, s, bias_tokens) float32, or 0
     bias_heads: int
@@ -77,6 +90,30 @@ class Inputs(NamedTuple):
     window_room: int
     window_starts: int
     window_counts: int
+
+
+_load_inputs = make_load_longs(len(Inputs._fields))
+_load_spec = make_load_longs(len(SideSpec._fields))
+_load_rest = make_load_longs(len(Plan._fields) - 2)
+_SPEC_BYTES = 8 * len(SideSpec._fields)
+
+
+@kernel_part()
+def load_inputs(at):  # type: ignore[no-untyped-def]
+    """The inputs whose numbers are at an address."""
+    return Inputs(*_load_inputs(at))
+
+
+@kernel_part()
+def load_plan(at):  # type: ignore[no-untyped-def]
+    """The plan whose numbers, from :func:`plan_numbers`, are at an address."""
+    values = at + _SPEC_BYTES
+    return Plan(SideSpec(*_load_spec(at)), SideSpec(*_load_spec(values)), *_load_rest(values + _SPEC_BYTES))
+
+
+def plan_numbers(plan: Plan) -> np.ndarray[Any, Any]:
+    """A plan as int64 numbers."""
+    return np.array((*plan.key_spec, *plan.value_spec, *plan[2:]), np.int64)
 
 
 class Scratch(NamedTuple):
@@ -263,7 +300,7 @@ def _clear(scratch, plan, queries):  # type: ignore[no-untyped-def]
 
 
 @kernel_part()
-def _attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out):  # type: ignore[no-untyped-def]
+def attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out):  # type: ignore[no-untyped-def]
     """One run of tokens of one head."""
     stay_apart()
     queries, runs, key_spec, value_spec = inputs.queries, inputs.runs, plan.key_spec, plan.value_spec
@@ -305,57 +342,25 @@ def _attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out
 
 
 @kernel()
-def attend_parts(counter, total, inputs, plan, unit, softcap, room, states, mixes, sink_logits, out):  # type: ignore[no-untyped-def]
+def attend_parts(counter, total, inputs_at, plan_at, unit, softcap, room, states, mixes, sink_logits, out):  # type: ignore[no-untyped-def]
     """Parts (row, head, run), counted in that order, as many as this thread gets.
 
     states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv); `room` bytes of scratch a thread. One thread that has had all
-    parts also joins them (:func:`join_parts`), with states and mixes of its own; `out` is empty when there may be
-    others. Queries are multiplied by `unit`.
+    parts also joins them (:mod:`kvsketch.numba_cpu.join`), with states and mixes of its own; `out` is 0 when
+    there may be others. Queries are multiplied by `unit`.
     """
+    inputs, plan = load_inputs(inputs_at), load_plan(plan_at)
     h, runs = inputs.h, inputs.runs
-    if out.size > 0:
+    if out != 0:
         states = np.empty((inputs.b, h, runs, inputs.queries, 2), np.float32)
-        mixes = np.empty((inputs.b, h, runs, inputs.queries, out.shape[3]), np.float32)
+        mixes = np.empty((inputs.b, h, runs, inputs.queries, plan.value_spec.width), np.float32)
     buffer = np.empty(room, np.uint8)
     part = take_next(counter)
     while part < total:
         row, head, run = part // (h * runs), part // runs % h, part % runs
-        _attend_part(
+        attend_part(
             inputs, plan, row, head, run, unit, softcap, buffer, states[row, head, run], mixes[row, head, run]
         )  # fmt: skip
         part = take_next(counter)
-    if out.size > 0:
-        _join(states, mixes, sink_logits, inputs.s, out)
-
-
-@kernel_part()
-def _join(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
-    stay_apart()
-    b, h, runs, count, dv = mixes.shape
-    weights = np.empty(runs, np.float32)
-    for row in range(b):
-        for head in range(h):
-            for i in range(count):
-                sink = sink_logits[(head * count + i) // s] if sink_logits.size > 0 else np.float32(-np.inf)
-                highest = sink
-                for run in range(runs):
-                    highest = max(highest, states[row, head, run, i, 0])
-                if highest == -np.inf:
-                    weights[:] = 0
-                    total = np.float32(1)
-                else:
-                    total = np.float32(2.0 ** (sink - highest))
-                    for run in range(runs):
-                        weights[run] = np.float32(2.0 ** (states[row, head, run, i, 0] - highest))
-                        total += weights[run] * states[row, head, run, i, 1]
-                for c in range(dv):
-                    mixed = np.float32(0)
-                    for run in range(runs):
-                        mixed += weights[run] * mixes[row, head, run, i, c]
-                    out[row, head, i, c] = mixed / total
-
-
-@kernel()
-def join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
-    """Join the runs of each head by log-sum-exp: out float32 (b, h, Q, dv). sink_logits (hq,) in log2, or empty."""
-    _join(states, mixes, sink_logits, s, out)
+    if out != 0:
+        join(states, mixes, sink_logits, inputs.s, out)

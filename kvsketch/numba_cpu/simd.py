@@ -89,6 +89,22 @@ load_byte = _load_operation(types.uint8, lambda b, a: emit_load(b, a, 0, I8))
 load_bfloats = _load_operation(floats, emit_bfloats)
 
 
+def make_load_longs(count: int) -> Any:
+    """A function that gives the `count` int64 numbers from an address on as a tuple."""
+
+    @intrinsic
+    def load_longs(_context: Any, address: Any) -> Any:
+        result = types.UniTuple(types.int64, count)
+
+        def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+            numbers = [emit_load(b, arguments[0], 8 * i, I64) for i in range(count)]
+            return context.make_tuple(b, result, numbers)
+
+        return result(types.intp), generate
+
+    return load_longs
+
+
 @intrinsic
 def store_floats(_context: Any, address: Any, x: Any) -> Any:
     """Write a vector at an address."""
