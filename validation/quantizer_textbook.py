@@ -101,8 +101,6 @@ CLAIM = Claim(
     verdict=REFUTED,
     run=run,
     twins=(
-        Twin(
-            "scale and zero stored unrounded", lambda setting: check_textbook(setting, lambda axis: recover_unrounded)
-        ),
+        Twin("scale and zero not rounded", lambda setting: check_textbook(setting, lambda axis: recover_unrounded)),
     ),
 )

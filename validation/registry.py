@@ -7,7 +7,7 @@ import importlib
 from kvsketch.validation.claim import Claim
 
 #: Files that hold a claim.
-NAMES = ("unbiased", "quantizer", "quantizer_textbook")
+NAMES = ("unbiased", "quantizer", "quantizer_textbook", "same_codes")
 
 
 def load_claims(names: tuple[str, ...] = NAMES) -> list[Claim]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,7 @@ def test_no_group_errs_more_than_the_bound(engine, numbers, bits, axis, dtype, o
 def test_the_search_returns_the_row_that_it_found():
     rng = Setting().generator("row")
     recover = library_recover("reference", "channels")
-    options = {"bits": 4, "group": GROUP, "width": 2 * GROUP, "dtype": "float16", "rng": rng}
+    options: dict[str, Any] = {"bits": 4, "group": GROUP, "width": 2 * GROUP, "dtype": "float16", "rng": rng}
     ratio, row = search_worst(recover, textbook_bound, rounds=5, **options)
     assert row.dtype == np.float16
     assert errors_over_bound(row[None], recover(row[None], 4, GROUP), 4, GROUP, textbook_bound)[0] == ratio
