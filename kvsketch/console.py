@@ -115,24 +115,30 @@ def writable(option: str, path: Path | None) -> None:
         fail(f"{option} {path}: may not be written; name a file that you may write")
 
 
+def quiet_transformers() -> None:
+    """Keep transformers from drawing bars and writing warnings; to be called before torch is imported."""
+    # Read when torch and tqdm are imported: how long torch's threads spin before they sleep (with the default, one
+    # busy neighbour makes a step twenty times slower), and no bars that transformers draws by itself.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
     """Model and tokenizer called `name`, computing in `dtype` with `threads` threads."""
     if dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     at_least(1, "--threads", threads)
     with user_errors("--model"), waiting(f"Loading {name}"):
-        # Read when torch and tqdm are imported: how long torch's threads spin before they sleep (with the default, one
-        # busy neighbour makes a step twenty times slower), and no bars that transformers draws by itself.
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-        os.environ.setdefault("TQDM_DISABLE", "1")
+        quiet_transformers()
         import torch
-        from transformers.utils import logging
 
         from kvsketch.adapters.models import load_model
         from kvsketch.environment import set_threads
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         set_threads(torch.get_num_threads() if threads is None else threads)
         return load_model(name, dtype=dtype)
 

@@ -77,7 +77,7 @@ def check_saturation(setting: Setting) -> list[Check]:
         x = rng.standard_normal((16, 32)).astype(np.float32)
         alone = _recover_rows(setting, x, bits, axis)[0]
         wild = rng.choice(16, size=6, replace=False)
-        x[wild, 3] = np.float32(1e5) * np.float32([1, -1, 3, -3, 30, -30])
+        x[wild, 3] = 1e5 * np.array([1, -1, 3, -3, 30, -30])
         x[wild[::2], 9] = np.float32(-7e4)
         recovered, saturated = _recover_rows(setting, x, bits, axis)
         lo, hi = x.min(axis=1), x.max(axis=1)

@@ -7,7 +7,16 @@ import importlib
 from kvsketch.validation.claim import Claim
 
 #: Files that hold a claim.
-NAMES = ("unbiased", "quantizer", "quantizer_textbook", "same_codes")
+NAMES = (
+    "unbiased",
+    "quantizer",
+    "quantizer_textbook",
+    "same_codes",
+    "bit_budgets",
+    "kivi_axes",
+    "kivi_window",
+    "attention_error",
+)
 
 
 def load_claims(names: tuple[str, ...] = NAMES) -> list[Claim]:

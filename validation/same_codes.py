@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from kvsketch._checks import BITS, FLOAT_DTYPES
-from kvsketch.codecs import GroupedInts, SignSketch
+from kvsketch.codecs import GroupedInts, Side, SignSketch
 from kvsketch.kivi import AXES, dequantize_groups, quantize_groups
-from kvsketch.layout import Side, side_layout
+from kvsketch.layout import SideLayout, locate_codes, side_layout
 from kvsketch.pages import decode_keys, decode_values, encode_keys, encode_values
 from kvsketch.qjl import sketch_keys
-from kvsketch.rotation import KINDS, draw_projection
+from kvsketch.rotation import KINDS, Projection, draw_projection
 from kvsketch.statistical_tests import check_at_most
 from kvsketch.validation.claim import HOLDS, Claim, Figure, Outcome, Setting, Twin
-from kvsketch.validation.specification import Rules, Stored, outlier_channels, quantize, sketch, unpack
+from kvsketch.validation.specification import Rules, outlier_channels, quantize, sketch, unpack
 
 #: Shapes (b, h, n, d) of keys and values, and a group that does not always divide them.
 SHAPES = (((1, 2, 70, 24), 32), ((2, 1, 33, 40), 16), ((1, 1, 5, 3), 8))
@@ -26,8 +26,8 @@ MORE_SHAPES = (((1, 3, 200, 128), 64), ((1, 1, 1, 1), 1), ((3, 2, 96, 80), 128))
 SKETCHES = ((16, 12), (64, 40), (24, 150))
 #: Outlier channels, rows of their projection, and tokens of a page of sketches.
 OUTLIERS, OUTLIER_M, PAGE = 3, 40, 32
-#: Head size of pages, whose tokens are two whole pages.
-PAGE_WIDTH, PAGE_TOKENS = 40, 64
+#: Head size of pages, whose tokens are two whole pages, and rows of their projection.
+PAGE_WIDTH, PAGE_TOKENS, PAGE_ROWS = 40, 64, 72
 #: Largest error of a decoded sketch, as a part of its largest number: sums of some hundred float32 products.
 SKETCH_ERROR = 1e-5
 
@@ -148,28 +148,56 @@ def tally_sketches(setting: Setting, rules: Rules) -> Tally:
 
 
 def tally_pages(setting: Setting, rules: Rules) -> Tally:
-    """Numbers recovered from the pages that caches are made of: keys per channel, values per token."""
+    """What is read from the pages that caches are made of: keys per channel, values per token, and sketches."""
     tally = Tally()
     cases = itertools.product(BITS, KINDS_OF_DATA, FLOAT_DTYPES)
     for number, (bits, make, dtype) in enumerate(cases):
         x = data(setting, number, shape=(2, PAGE_TOKENS, PAGE_WIDTH), make=make, dtype=dtype)
-        codec = GroupedInts(bits=bits, group=32)
-        for side_name, axis in (("keys", "tokens"), ("values", "channels")):
-            stored = quantize(x, bits=bits, group=codec.group, axis=axis, rules=rules)
-            tally_page(tally, setting, x, side_name, codec, dtype, stored)
+        tally_page(tally, setting, x, "keys", GroupedInts(bits), dtype, rules)
+        tally_page(tally, setting, x, "values", GroupedInts(bits), dtype, rules)
+    for number, (make, kind) in enumerate(itertools.product(KINDS_OF_DATA, KINDS)):
+        k = data(setting, "sketches", number, shape=(2, PAGE_TOKENS, PAGE_WIDTH), make=make, dtype="float32")
+        projection, side = sketched_side(setting, kind)
+        records, saturated = encode_keys(k, side, engine=setting.engine)
+        signs, norms, clipped = sketch(k, projection.matrix, rules)
+        tally.compare(page_signs(records, side, projection.m), signs)
+        field = side.field("norms")
+        stored = np.ascontiguousarray(records[..., field.offset : field.offset + field.nbytes]).view(np.float16)
+        tally.compare_halves(stored.reshape(norms.shape), norms)
+        tally.compare(saturated, clipped)
     return tally
 
 
 def tally_page(
-    tally: Tally, setting: Setting, x: Any, side_name: Side, codec: GroupedInts, dtype: str, stored: Stored
+    tally: Tally, setting: Setting, x: Any, side_name: Side, codec: GroupedInts, dtype: str, rules: Rules
 ) -> None:
-    """One side of the pages of x (h, n, d)."""
+    """Numbers recovered from one side of the pages of x (h, n, d)."""
     side = side_layout(side_name, codec, 32, x.shape[-1], dtype)
     encode, decode = (encode_keys, decode_keys) if side_name == "keys" else (encode_values, decode_values)
+    axis = "tokens" if side_name == "keys" else "channels"
+    stored = quantize(x, bits=codec.bits, group=codec.group, axis=axis, rules=rules)
     records, saturated = encode(x, side, engine=setting.engine)
     tally.compare(saturated, stored.saturated)
-    axis = "tokens" if side_name == "keys" else "channels"
     tally.compare(decode(records, side, engine=setting.engine), stored.recovered(codec.group, axis))
+
+
+def sketched_side(setting: Setting, kind: str) -> tuple[Projection, SideLayout]:
+    """A projection, and the key side of pages that are sketched with it."""
+    codec = SignSketch(m=PAGE_ROWS, kind=kind, seed=setting.seed)
+    projection = draw_projection(PAGE_ROWS, PAGE_WIDTH, kind=kind, seed=setting.seed)
+    return projection, side_layout("keys", codec, 32, PAGE_WIDTH)
+
+
+def page_signs(records: Any, side: SideLayout, m: int) -> Any:
+    """Signs (..., tokens, m) in key records (..., P, bytes), found bit by bit where docs/layout.md has them."""
+    field = side.field("codes")
+    blocks, units, size = field.shape
+    where = locate_codes(1)[:, :, 0]
+    raw = records[..., field.offset : field.offset + field.nbytes].reshape(*records.shape[:-1], blocks, units, size)
+    # (..., P, blocks, units, 32 lanes, rows of a unit)
+    bits = raw[..., where[..., 0]] >> where[..., 1].astype(np.uint8) & 1
+    bits = bits.swapaxes(-3, -2)
+    return bits.reshape(*records.shape[:-2], -1, units * where.shape[1])[..., :m]
 
 
 def sketch_page_error(setting: Setting, rules: Rules) -> float:
@@ -178,10 +206,9 @@ def sketch_page_error(setting: Setting, rules: Rules) -> float:
     for number, (make, kind) in enumerate(itertools.product((ordinary, halves), KINDS)):
         k = data(setting, "pages", number, shape=(2, PAGE_TOKENS, PAGE_WIDTH), make=make, dtype="float32")
         k[:, 5] = 0
-        side = side_layout("keys", SignSketch(m=64, kind=kind, seed=setting.seed), 32, PAGE_WIDTH)
+        projection, side = sketched_side(setting, kind)
         records, _ = encode_keys(k, side, engine=setting.engine)
         found = decode_keys(records, side, engine=setting.engine)
-        projection = draw_projection(64, PAGE_WIDTH, kind=kind, seed=setting.seed)
         signs, norms, _ = sketch(k, projection.matrix, rules)
         vectors = np.where(signs, 1.0, -1.0) @ projection.matrix.astype(np.float64)
         expected = projection.constant / projection.m * norms.astype(np.float64)[..., None] * vectors
@@ -196,7 +223,7 @@ def check_all(setting: Setting, rules: Rules) -> Outcome:
     tallies = {
         "codes, scales, zeros and recovered numbers of the quantizer": tally_quantizer(setting, rules, shapes),
         "signs, norms and outlier channels of sketches": tally_sketches(setting, rules),
-        "numbers recovered from a cache's pages": tally_pages(setting, rules),
+        "numbers, signs and norms read from a cache's pages": tally_pages(setting, rules),
     }
     for what, tally in tallies.items():
         outcome.checks.append(check_at_most(f"{what} that differ", tally.wrong, 0, n=tally.compared))
