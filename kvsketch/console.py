@@ -179,7 +179,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
 def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     """Print two tables of 80 columns: size and quality, then speed and memory."""
     first = results[0]
-    _print_table(
+    print_table(
         f"Size and quality: {setting['windows']} x {setting['score_tokens']} tokens of {setting['text']} after "
         f"{setting['prompt_tokens']}, {setting['model']} in {setting['dtype']}",
         ("method", "keys", "values", "bits", "MB", "vs 16", "ppl", "ratio", "KL", "top-1"),
@@ -202,7 +202,7 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     )
     threads = "1 thread" if setting["threads"] == 1 else f"{setting['threads']} threads"
     warning = ". CONTENDED: something else was running, do not trust the times" if first.contended else ""
-    _print_table(
+    print_table(
         f"One decode step at {first.tokens} tokens, {threads}{warning}",
         ("method", "step ms", "quartiles", "attention", "tokens/s", "peak MB"),
         [
@@ -221,10 +221,14 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     )
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str, *, text_columns: int = 1
+) -> None:
+    """Print a table; its first `text_columns` columns are text, on as many lines as it takes, the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(columns[0], overflow="fold")
-    for name in columns[1:]:
+    for name in columns[:text_columns]:
+        table.add_column(name, overflow="fold")
+    for name in columns[text_columns:]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
