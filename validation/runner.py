@@ -103,7 +103,7 @@ def run_claims(
     jobs = check_integer("jobs", jobs, low=1)
     results: dict[str, Result] = {}
     progress("Starting", 0, len(names))
-    with _pool(min(jobs, len(names))) as pool:
+    with open_pool(min(jobs, len(names))) as pool:
         futures = {pool.submit(_run_named, load, name, setting): name for name in names}
         for future in as_completed(futures):
             name = futures[future]
@@ -123,7 +123,7 @@ def _run_named(load: Callable[[str], Claim], name: str, setting: Setting) -> Res
 
 
 @contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+def open_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """Fresh processes, in which libraries below NumPy use one thread: that claims use the cores, not each of them."""
     before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
