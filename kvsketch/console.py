@@ -222,13 +222,22 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str, *, text_columns: int = 1
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    note: str,
+    *,
+    text_widths: Sequence[int | None] = (None,),
 ) -> None:
-    """Print a table; its first `text_columns` columns are text, on as many lines as it takes, the others numbers."""
+    """Print a table.
+
+    Its first columns are text, on as many lines as it takes in columns of these widths (None: what is left); the others
+    are numbers.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in columns[:text_columns]:
-        table.add_column(name, overflow="fold")
-    for name in columns[text_columns:]:
+    for name, width in zip(columns, text_widths, strict=False):
+        table.add_column(name, overflow="fold", width=width)
+    for name in columns[len(text_widths) :]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvsketch.charts import ROLES, STYLE, WIDTH, draw_inline
 from kvsketch.validation.runner import Result
@@ -19,6 +19,8 @@ POINTS = {"linestyle": "none", "marker": "o", "markersize": 5.5, "zorder": 3}
 LINES = {"linestyle": "-", "linewidth": 1.6}
 DASHES = {"linestyle": (0, (5, 3)), "linewidth": 1.6}
 DOTS = {"linestyle": (0, (1, 2)), "linewidth": 1.8}
+#: A logarithmic axis that spans less than this factor has labels between powers of ten too.
+FEW_DECADES = 50
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ def _line_charts(count: int) -> tuple[Figure, list[Any]]:
 
 def _make_logarithmic(axes: Any) -> None:
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < FEW_DECADES * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(_plain_number))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(visible=False, which="minor")
@@ -167,7 +172,8 @@ PICTURES = (
         "kivi_axes",
         "Along which axis to round keys and values",
         "Errors after rounding to few bits, on keys and values of a real language model; shorter is better, and each "
-        "pair of bars has a scale of its own. Keys want groups per channel, values groups per token.",
+        "pair of bars has a scale of its own. Keys want groups per channel. Values want groups per token: not for "
+        "their own sake, but for what attention makes of them (value output).",
         draw_axes,
     ),
 )

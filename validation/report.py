@@ -13,7 +13,7 @@ from kvsketch.validation.runner import FAILS, NOT_RUN, Result
 
 #: A verdict's mark, its words on the page, the class of its colour, and what it means.
 MARKS = {
-    HOLDS: ("✓", "Holds", "good", "The statement is true as it was published."),
+    HOLDS: ("✓", "Holds", "good", "The statement is true as it stands."),
     CORRECTED: (
         "≈",
         "Holds, corrected",
@@ -37,10 +37,10 @@ MARKS = {
     ),
     NOT_RUN: ("○", "Not run", "muted", "Something that the check needs is not installed here."),
 }
-#: How each verdict reads in a sentence that counts them.
+#: How each verdict reads in a sentence that counts them; {s} is the s of a single one that holds.
 COUNTED = {
-    HOLDS: "as published",
-    CORRECTED: "with a corrected constant",
+    HOLDS: "hold{s} as stated",
+    CORRECTED: "hold{s} with a corrected constant",
     REFUTED: "refuted",
     MEASURED: "measured only",
     FAILS: "FAILED",
@@ -67,5 +67,9 @@ def render_report(results: Sequence[Result], setting: dict[str, Any], versions: 
 def summarise(results: Sequence[Result]) -> str:
     """One sentence: how many claims there are of each verdict."""
     found = [r.verdict for r in results]
-    counts = ", ".join(f"{found.count(verdict)} {words}" for verdict, words in COUNTED.items() if verdict in found)
+    counts = ", ".join(
+        f"{found.count(verdict)} {words.format(s='s' * (found.count(verdict) == 1))}"
+        for verdict, words in COUNTED.items()
+        if verdict in found
+    )
     return f"{len(results)} claim{'s' if len(results) > 1 else ''}: {counts}."

@@ -45,7 +45,7 @@ def test_a_claim_that_holds(tmp_path: Path) -> None:
     output = run("--only", "unbiased", "--jobs", 2, "--seed", 5, *files).output
     for part in ("QJL, Lemma 3.2", "engine reference, seed 5, quick", "The sketched score", "largest mean", "1.0e-06"):
         assert part in output
-    assert "1 claim: 1 with a corrected constant." in output
+    assert "1 claim: 1 holds with a corrected constant." in output
     entries = json.loads((tmp_path / "claims.json").read_text())
     assert {name: entries["setting"][name] for name in ("full", "seed", "engine", "jobs")} == {
         "full": False,
@@ -69,7 +69,7 @@ def test_a_claim_that_fails_ends_with_1(tmp_path: Path) -> None:
     assert "FAILED: fails: a mean that is off: 9 <= 5 FAILS" in output
     assert "FAILED: is_empty: nothing was compared" in output
     assert "ArithmeticError: no sums with seed 0" in output
-    assert "6 claims: 1 with a corrected constant, 4 FAILED, 1 not run." in output
+    assert "6 claims: 1 holds with a corrected constant, 4 FAILED, 1 not run." in output
     entries = json.loads((tmp_path / "claims.json").read_text())
     assert [claim["verdict"] for claim in entries["claims"]] == [run_claim(load(n), Setting()).verdict for n in FAKES]
     assert (tmp_path / "claims.html").exists()

@@ -64,7 +64,7 @@ def test_page_shows_every_claim_and_check() -> None:
     assert "Not checked here: the moon is not installed." in text
     assert "Nothing was compared" in text
     assert "ArithmeticError: no sums with seed 0" in text
-    assert "5 claims: 1 with a corrected constant, 3 FAILED, 1 not run." in text
+    assert "5 claims: 1 holds with a corrected constant, 3 FAILED, 1 not run." in text
     assert "seed 3, quick samples, 2 at a time, 61 s" in text
 
 
