@@ -86,6 +86,8 @@ def finish(results: Sequence[Result], setting: dict[str, Any], *, json_file: Pat
         typer.echo(f"Wrote {report}")
     typer.echo(summarise(results))
     for result in results:
+        if result.missing:
+            typer.echo(f"not run: {result.name}: {result.missing}")
         if result.failed:
             lines = [str(check) for check in result.outcome.checks if not check.passed]
             typer.echo(f"FAILED: {result.name}: {result.error or '; '.join(lines) or 'nothing was compared'}".rstrip())
@@ -103,7 +105,7 @@ def print_claims(results: Sequence[Result], setting: dict[str, Any]) -> None:
             (
                 result.name,
                 result.source,
-                f"{result.verdict}: {result.missing}" if result.missing else result.verdict,
+                result.verdict,
                 "\n".join([f"{result.title}.", *map(describe_figure, result.outcome.figures)]),
                 f"{result.outcome.false_alarm:.1e}" if result.outcome.false_alarm else "0",
             )
