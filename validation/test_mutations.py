@@ -20,14 +20,14 @@ from kvsketch.reference.bitpack import pack_signs
 from kvsketch.statistical_tests import check_at_most
 from kvsketch.validation import test_claims
 from kvsketch.validation.claim import MEASURED, Claim, Outcome, Setting, Twin
-from kvsketch.validation.registry import NAMES, load_claims
+from kvsketch.validation.registry import NAMES, load_claim, load_claims
 
 Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A way to break the library, and the claims of which one must fail."""
+    """A way to break the library, and the claims of which one must fail, the cheapest first."""
 
     name: str
     apply: Callable[[Patch], None]
@@ -161,8 +161,9 @@ def _clear_caches() -> None:
 def test_a_broken_library_fails(mutation: Mutation, patch: Patch) -> None:
     mutation.apply(patch)
     tried = []
-    for claim in load_claims(tuple(name for name in mutation.claims if name in NAMES)):
-        if claim.missing():
+    for name in mutation.claims:
+        claim = load_claim(name) if name in NAMES else None
+        if claim is None or claim.missing():
             continue
         with np.errstate(all="ignore"):
             outcome = claim.run(Setting(engine="reference"))
