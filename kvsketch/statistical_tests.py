@@ -25,6 +25,7 @@ __all__ = [
     "check_rate_at_most",
     "check_variance",
     "mean_deviation",
+    "smallest_rate",
     "smallest_shift",
 ]
 
@@ -149,6 +150,14 @@ def smallest_shift(n: int, *, level: float = FALSE_ALARM, miss: float = 1e-3, te
     return float((stats.norm.isf(level / (2 * tests)) + stats.norm.isf(miss)) / np.sqrt(n))
 
 
+def smallest_rate(trials: int, rate: float, *, level: float = FALSE_ALARM, miss: float = 1e-3) -> float:
+    """True probability of an event that `trials` find to be more than `rate` with probability ``1 - miss``."""
+    trials = check_integer("trials", trials, low=1)
+    most = stats.binom.isf(level, trials, rate)
+    # P[Binomial(trials, p) <= most] = miss, by the beta law.
+    return float(stats.beta.isf(miss, most + 1, trials - most)) if most < trials else 1.0
+
+
 def _samples(samples: Any) -> Any:
     samples = np.asarray(samples, dtype=np.float64)
     if samples.ndim == 0 or len(samples) < FEWEST_SAMPLES:
@@ -164,9 +173,12 @@ def _check_counts(events: int, trials: int) -> None:
 def _deviation_limits(samples: Any, level: float, *, known: bool) -> Any:
     """Largest allowed deviations, in standard errors, of the means of `samples` (N, ...)."""
     n, entries = len(samples), max(1, samples[0].size)
-    z = float(stats.norm.isf(level / (2 * entries)))
+    tail = level / (2 * entries)
+    z = float(stats.norm.isf(tail) if known else stats.t.isf(tail, n - 1))
+    centred = samples - samples.mean(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        skewness = np.nan_to_num(np.abs(stats.skew(samples, axis=0)))
+        # 0 / 0 where all samples are the same.
+        skewness = np.nan_to_num(np.abs((centred**3).mean(axis=0)) / (centred**2).mean(axis=0) ** 1.5)
     # Of a mean over its true, or over its estimated standard error.
     return z + skewness * ((z**2 - 1) if known else (2 * z**2 + 1)) / (6 * np.sqrt(n))
 

@@ -21,7 +21,17 @@ NAMES = (
 
 def load_claims(names: tuple[str, ...] = NAMES) -> list[Claim]:
     """The claims called `names`; ValueError for one that does not exist."""
+    check_names(names)
+    return [load_claim(name) for name in NAMES if name in names]
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Raise ValueError unless every one of `names` is that of a claim."""
     unknown = sorted(set(names) - set(NAMES))
     if unknown:
         raise ValueError(f"there is no claim {unknown[0]!r}; the claims are {', '.join(NAMES)}")
-    return [importlib.import_module(f"kvsketch.validation.{name}").CLAIM for name in NAMES if name in names]
+
+
+def load_claim(name: str) -> Claim:
+    """The claim called `name`, from its file."""
+    return importlib.import_module(f"kvsketch.validation.{name}").CLAIM
