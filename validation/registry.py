@@ -7,7 +7,11 @@ import importlib
 from kvsketch.validation.claim import Claim
 
 #: Files that hold a claim.
-NAMES = ("unbiased",)
+NAMES = (
+    "unbiased",
+    "unbiased_outliers",
+    "unbiased_hadamard",
+)
 
 
 def load_claims(names: tuple[str, ...] = NAMES) -> list[Claim]:
