@@ -11,6 +11,10 @@ NAMES = (
     "unbiased",
     "unbiased_outliers",
     "unbiased_hadamard",
+    "variance",
+    "orthogonal_gain",
+    "norm_error",
+    "outliers",
 )
 
 
