@@ -15,6 +15,11 @@ NAMES = (
     "orthogonal_gain",
     "norm_error",
     "outliers",
+    "moments",
+    "tail",
+    "tail_orthogonal",
+    "scores",
+    "softmax_bias",
 )
 
 
