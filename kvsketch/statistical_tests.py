@@ -1,8 +1,9 @@
 """Statistical tests with a stated probability of a false alarm.
 
 Each gives a :class:`Check`: what was computed, where it must stay, and how probable it is that it does not although
-the claim is true. Thresholds of means are those of the normal law, moved outwards by the first term of the
-Cornish-Fisher expansion for the skewness of the samples; thresholds of counts are exact.
+the claim is true. Thresholds of means are those of the normal law, or of Student's where the variance comes from the
+samples, moved outwards by the first term of the Cornish-Fisher expansion for the skewness of the samples; thresholds of
+counts are exact.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "check_at_least",
     "check_at_most",
     "check_mean",
+    "check_mean_above",
     "check_rate_above",
     "check_rate_at_most",
     "check_variance",
@@ -99,18 +101,36 @@ def mean_deviation(samples: Any, mean: Any, variance: Any = None) -> Any:
         return np.where(constant, np.where(same, 0.0, np.inf), shift / error)
 
 
-def check_mean(what: str, samples: Any, mean: Any, variance: Any = None, *, level: float = FALSE_ALARM) -> Check:
-    """Independent `samples` (N, ...) have the expected `mean` (...).
+def check_mean(
+    what: str, samples: Any, mean: Any, variance: Any = None, *, tolerance: Any = 0.0, level: float = FALSE_ALARM
+) -> Check:
+    """Independent `samples` (N, ...) have the expected `mean` (...), or one within `tolerance` (...) of it.
 
-    The statistic is the largest deviation of any entry, in standard errors: from the known `variance` (...) of one
-    sample, or from the samples' own. Entries may depend on one another; each is given its part of `level`.
+    The statistic is the largest deviation of any entry, beyond the tolerance and in standard errors: from the known
+    `variance` (...) of one sample, or from the samples' own. Entries may depend on one another; each is given its part
+    of `level`.
 
     Power: a mean that is off by :func:`smallest_shift` standard deviations is found with the probability named there.
     """
     samples = _samples(samples)
-    deviation = np.abs(mean_deviation(samples, mean, variance))
-    limits = _deviation_limits(samples, level, known=variance is not None)
+    # Infinite samples end as NaN, which passes no check.
+    with np.errstate(invalid="ignore"):
+        shift = samples.mean(axis=0) - mean
+        # The nearest mean that is within the tolerance.
+        mean = mean + np.clip(shift, -np.asarray(tolerance), tolerance)
+        deviation = np.abs(mean_deviation(samples, mean, variance))
+        limits = _deviation_limits(samples, level, known=variance is not None)
     return _furthest(what, len(samples), deviation, limits, level)
+
+
+def check_mean_above(what: str, samples: Any, bound: float, *, level: float = FALSE_ALARM) -> Check:
+    """Independent `samples` (N,) refute a mean of at most `bound`, by the samples' own variance.
+
+    `level` is the probability of a refutation where none is due. The statistic is in standard errors.
+    """
+    samples = _samples(samples)
+    limit = _deviation_limits(samples, 2 * level, known=False)
+    return Check(what, len(samples), float(mean_deviation(samples, bound)), float(limit), ">=", level)
 
 
 def check_variance(what: str, samples: Any, mean: Any, variance: Any, *, level: float = FALSE_ALARM) -> Check:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsketch.statistical_tests import FALSE_ALARM, Check
+from kvsketch.statistical_tests import FALSE_ALARM, FEWEST_SAMPLES, Check
 
 #: What a claim can turn out to be.
 HOLDS, CORRECTED, REFUTED, MEASURED = "holds", "holds with a corrected constant", "refuted", "measured only"
@@ -46,9 +46,9 @@ class Setting:
     share: float = 1.0
 
     def draws(self, quick: int, full: int | None = None) -> int:
-        """Samples to take: `quick` of them, or `full`."""
+        """Samples to take: `quick` of them, or `full`; a share leaves as many as tests of a mean need."""
         count = full if self.full and full is not None else quick
-        return max(1, round(self.share * count))
+        return min(count, max(FEWEST_SAMPLES, round(self.share * count)))
 
     def generator(self, *stream: Any) -> np.random.Generator:
         """Random numbers of their own for everything that is called `stream`."""

@@ -9,13 +9,24 @@ from kvsketch.validation.claim import Claim
 #: Files that hold a claim.
 NAMES = (
     "unbiased",
+    "unbiased_outliers",
+    "unbiased_hadamard",
+    "variance",
+    "orthogonal_gain",
+    "moments",
+    "tail",
+    "tail_orthogonal",
+    "scores",
+    "softmax_bias",
+    "norm_error",
+    "outliers",
     "quantizer",
     "quantizer_textbook",
     "same_codes",
-    "bit_budgets",
     "kivi_axes",
     "kivi_window",
     "attention_error",
+    "bit_budgets",
 )
 
 

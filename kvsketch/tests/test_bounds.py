@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from kvsketch import bounds, kivi
+from kvsketch._sketch_bounds import _block_variance
 from kvsketch.codecs import GroupedInts, SignSketch
 from kvsketch.layout import side_layout
 from kvsketch.testing import assert_mean, assert_rate_at_most
@@ -116,7 +117,7 @@ def test_one_block_formula_fails_for_several_blocks():
     q, k = unit_pair(8, 0.5)
     found = estimates(draw_rows("orthogonal", 40_000, 12, 8, seed=1), q, k, bounds.sketch_constant(8))
     with pytest.raises(AssertionError, match="standard errors"):
-        assert_mean((found - 0.5) ** 2, bounds._block_variance(12, 8, 0.5))
+        assert_mean((found - 0.5) ** 2, _block_variance(12, 8, 0.5))
 
 
 def test_full_blocks_need_2_8_to_8_times_fewer_rows():
