@@ -16,12 +16,12 @@ from kvsketch.validation.draws import row_estimates
 EPS, KEYS, NORMS, DRAWS, RATE = 0.3, 64, (3.0, 4.0), 150, 0.5
 #: Where the corrected one is tried: eps, keys, norm, delta and draws.
 CASES = ((0.38, 64, 1.0, 0.1, 200), (0.3, 8, 1.5, 0.1, 150), (0.38, 8, 3.0, 0.1, 100))
-MORE_CASES = ((0.3, 1024, 1.0, 0.01, 1000), (0.2, 64, 1.0, 0.01, 1000), (0.38, 64, 4.0, 0.1, 200))
-FULL = 10
+MORE_CASES = ((0.3, 1024, 1.0, 0.01, 150), (0.2, 64, 1.0, 0.01, 300), (0.38, 64, 4.0, 0.1, 20))
+FULL = 4
 #: The pictures: rows, probability of an error above the one drawn, and draws for each point.
 PICTURE_ROWS, PICTURE_DELTA, PICTURE_DRAWS = 256, 0.05, 60
 PICTURE_KEYS, PICTURE_NORMS = (4, 16, 64, 256), (0.5, 1.0, 1.5, 2.0, 2.5)
-FULL_PICTURE_DRAWS = 2000
+FULL_PICTURE_DRAWS = 500
 
 
 def keys_of_all_scores(n: int, norm: float, rng: np.random.Generator) -> tuple[Any, Any]:

@@ -137,8 +137,8 @@ CLAIM = Claim(
     proved="m >= pi/eps^2 log(2/delta) does, for Gaussian rows (bounds.sketch_size); for small delta nothing less can: "
     "at right angles the probability is exactly erfc(eps sqrt(m/pi))",
     finding="With the published number of bits the error exceeds its limit more often than promised: nearly 4 times as "
-    "often for a promise of 1 in 1000. Between 1.8 and 2.3 times as many bits keep the promise; for rare failures "
-    "hardly fewer would do.",
+    "often for a promise of 1 in 1000. For errors of up to 30 % about twice as many bits keep the promise; for rare "
+    "failures hardly fewer would do.",
     verdict=CORRECTED,
     run=run,
     twins=(Twin("half of the rows", use_half), Twin("the published number of rows", use_published)),
