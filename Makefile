@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+VALIDATE_ARGS ?=
 # How long one rival may take to install and build.
 BUILD_SECONDS ?= 1800
 
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RIVALS := .venv-bench
-MAIN := kvsketch adapters benchmarks
+MAIN := kvsketch adapters validation benchmarks
 # Two workers, a file each at a time; torch's threads would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 KERNEL_TESTS := $(addprefix kvsketch/tests/test_,simd.py dots.py coefficients.py float16.py tiers.py bitpack.py \
@@ -23,11 +24,12 @@ export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/numba-cache
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test test-full test-tiers check format bench bench-rivals clean
+.PHONY: help setup demo validate test test-full test-tiers check format bench bench-rivals clean
 
 help:
 	@echo 'make setup      create .venv with everything that kvsketch, its demo and its tests need'
 	@echo 'make demo       run a real language model on compressed caches; writes reports/demo.html and demo.json'
+	@echo 'make validate   check what the papers claim (1 minute on 2 cores); writes reports/validate.html and .json'
 	@echo 'make test       lint, formatting, types and tests (under 12 minutes on 2 cores)'
 	@echo 'make test-full  the same with the slow tests'
 	@echo 'make test-tiers tests of the kernels compiled for older processors (10 minutes on 2 cores)'
@@ -68,6 +70,11 @@ demo: $(READY)
 	@echo '== The same model on exact and on compressed caches: bits, memory, quality and speed'
 	@$(BIN)/kvsketch compare --methods $(DEMO_METHODS) --prompt-tokens 2048 --score-tokens 256 \
 	  --json reports/demo.json --report reports/demo.html
+
+# VALIDATE_ARGS=--full takes more samples, and 15 minutes.
+validate: $(READY)
+	@mkdir -p reports
+	@$(BIN)/kvsketch validate --json reports/validate.json --report reports/validate.html $(VALIDATE_ARGS)
 
 check: $(READY)
 	@echo '== ruff: lint and formatting'

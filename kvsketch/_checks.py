@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -39,6 +40,27 @@ def check_integer(name: str, value: Any, *, low: int, high: int | None = None) -
         limit = f">= {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name} must be {limit}, got {value}")
     return int(value)
+
+
+def check_positive(name: str, value: float) -> float:
+    """`value` as a float when it is finite and above 0; ValueError otherwise."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def check_not_negative(name: str, value: float) -> float:
+    """`value` as a float when it is finite and at least 0; ValueError otherwise."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+    return float(value)
+
+
+def check_probability(name: str, value: float) -> float:
+    """`value` as a float when it lies strictly between 0 and 1; ValueError otherwise."""
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+    return float(value)
 
 
 def check_bits(bits: Any) -> int:

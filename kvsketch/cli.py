@@ -1,4 +1,4 @@
-"""The command ``kvsketch``: generate text on a compressed cache, compare methods, say what the machine offers.
+"""The command ``kvsketch``: generate text on a compressed cache, compare methods, check the theory, show the machine.
 
 A user's mistake ends with one line on stderr, which names the option, its value and what to do, and exit code 2.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsketch._attend import COEFFICIENTS
+from kvsketch.cli_validate import validate
 from kvsketch.console import (
     DTYPES,
     at_least,
@@ -240,6 +241,9 @@ def compare(
         typer.echo(f"{'ok' if passed else 'FAILED'}: {sentence}")
         if not passed:
             raise typer.Exit(1)
+
+
+app.command()(validate)
 
 
 @app.command()

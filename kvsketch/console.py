@@ -115,24 +115,30 @@ def writable(option: str, path: Path | None) -> None:
         fail(f"{option} {path}: may not be written; name a file that you may write")
 
 
+def quiet_transformers() -> None:
+    """Keep transformers from drawing bars and writing warnings; to be called before torch is imported."""
+    # Read when torch and tqdm are imported: how long torch's threads spin before they sleep (with the default, one
+    # busy neighbour makes a step twenty times slower), and no bars that transformers draws by itself.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
     """Model and tokenizer called `name`, computing in `dtype` with `threads` threads."""
     if dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     at_least(1, "--threads", threads)
     with user_errors("--model"), waiting(f"Loading {name}"):
-        # Read when torch and tqdm are imported: how long torch's threads spin before they sleep (with the default, one
-        # busy neighbour makes a step twenty times slower), and no bars that transformers draws by itself.
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-        os.environ.setdefault("TQDM_DISABLE", "1")
+        quiet_transformers()
         import torch
-        from transformers.utils import logging
 
         from kvsketch.adapters.models import load_model
         from kvsketch.environment import set_threads
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         set_threads(torch.get_num_threads() if threads is None else threads)
         return load_model(name, dtype=dtype)
 
@@ -179,7 +185,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
 def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     """Print two tables of 80 columns: size and quality, then speed and memory."""
     first = results[0]
-    _print_table(
+    print_table(
         f"Size and quality: {setting['windows']} x {setting['score_tokens']} tokens of {setting['text']} after "
         f"{setting['prompt_tokens']}, {setting['model']} in {setting['dtype']}",
         ("method", "keys", "values", "bits", "MB", "vs 16", "ppl", "ratio", "KL", "top-1"),
@@ -202,7 +208,7 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     )
     threads = "1 thread" if setting["threads"] == 1 else f"{setting['threads']} threads"
     warning = ". CONTENDED: something else was running, do not trust the times" if first.contended else ""
-    _print_table(
+    print_table(
         f"One decode step at {first.tokens} tokens, {threads}{warning}",
         ("method", "step ms", "quartiles", "attention", "tokens/s", "peak MB"),
         [
@@ -221,10 +227,23 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     )
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    note: str,
+    *,
+    text_widths: Sequence[int | None] = (None,),
+) -> None:
+    """Print a table.
+
+    Its first columns are text, on as many lines as it takes in columns of these widths (None: what is left); the others
+    are numbers.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(columns[0], overflow="fold")
-    for name in columns[1:]:
+    for name, width in zip(columns, text_widths, strict=False):
+        table.add_column(name, overflow="fold", width=width)
+    for name in columns[len(text_widths) :]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import matplotlib
 from matplotlib.figure import Figure
 
+from kvsketch.charts import ROLES, STYLE, WIDTH, draw_inline, render_page
 from kvsketch.evaluation import BASELINE, Result
 
-#: Colours of a chart stand for roles; the page's style sheet gives each role a colour, light or dark.
-ROLES = {"ink": "#010101", "muted": "#020202", "line": "#030303", "accent": "#040404", "soft": "#050505"}
 #: Increase in perplexity up to which the summary calls a method's quality that of the dense cache.
 SMALL_LOSS = 0.01
-#: Width of a chart in inches; height of a line of its text and width of a longest label in points.
-WIDTH, LINE_POINTS, LABEL_POINTS = 9.5, 13, 170
-
-STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 10,
-    "text.color": ROLES["ink"],
-    "axes.labelcolor": ROLES["muted"],
-    "axes.edgecolor": ROLES["line"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": ROLES["line"],
-    "grid.linewidth": 0.6,
-    "xtick.color": ROLES["line"],
-    "ytick.color": ROLES["line"],
-    "xtick.labelcolor": ROLES["muted"],
-    "ytick.labelcolor": ROLES["ink"],
-}
+#: Height of a line of a chart's text and width of a longest label, in points.
+LINE_POINTS, LABEL_POINTS = 13, 170
 
 
 def render_report(results: Sequence[Result], setting: dict[str, Any], check: tuple[bool, str] | None = None) -> str:
@@ -47,22 +24,19 @@ def render_report(results: Sequence[Result], setting: dict[str, Any], check: tup
 
     `check` is what :func:`kvsketch.evaluation.check_exact` said.
     """
-    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     with matplotlib.rc_context(STYLE):
         charts = {
             "quality": _draw_quality([r for r in results if r.method not in ("exact", BASELINE)]),
             "speed": _draw_speed(results),
             "memory": _draw_memory(results),
         }
-    return environment.from_string(template).render(
+    return render_page(
+        Path(__file__).with_name("report.html.j2"),
         results=results,
         setting=setting,
         check=check,
         charts=charts,
         summary=summarise(results),
-        version=version("kvsketch"),
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )
 
 
@@ -104,7 +78,7 @@ def _draw_quality(lossy: Sequence[Result]) -> str:
     axes.set_ylabel("mean KL in nats (lower is closer)")
     axes.tick_params(axis="y", which="both", labelcolor=ROLES["muted"])
     axes.grid(visible=False, which="minor")
-    return _inline(figure, "quality")
+    return draw_inline(figure, "quality")
 
 
 def _draw_speed(results: Sequence[Result]) -> str:
@@ -119,7 +93,7 @@ def _draw_speed(results: Sequence[Result]) -> str:
         _label(axes, row, max(r.decode_ms, r.decode_q3_ms), f"{r.decode_ms:.1f} ms")
     axes.set_xlabel("milliseconds a step")
     axes.set_xlim(0, 1.18 * max(max(r.decode_ms, r.decode_q3_ms) for r in results))
-    return _inline(figure, "speed")
+    return draw_inline(figure, "speed")
 
 
 def _draw_memory(results: Sequence[Result]) -> str:
@@ -133,7 +107,7 @@ def _draw_memory(results: Sequence[Result]) -> str:
     axes.annotate("dense, 16 bits", (dense, -0.62), xytext=(4, 0), textcoords="offset points", color=ROLES["muted"])
     axes.set_xlabel("MB of cache")
     axes.set_xlim(0, 1.18 * max(dense, *(r.cache_bytes / 1e6 for r in results)))
-    return _inline(figure, "memory")
+    return draw_inline(figure, "memory")
 
 
 def _bar_chart(results: Sequence[Result]) -> tuple[Figure, Any]:
@@ -162,18 +136,3 @@ def _wrap(name: str) -> str:
 
 def _label(axes: Any, row: int, x: float, text: str) -> None:
     axes.annotate(text, (x, row), xytext=(6, 0), textcoords="offset points", va="center")
-
-
-def _inline(figure: Figure, name: str) -> str:
-    """`figure` as an SVG element whose colours are the page's and whose text is text."""
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"| height="[\d.]+pt" width="[\d.]+pt"', "", svg, count=1)
-    svg = re.sub(r"font: (\w+ )?([\d.]+px)[^;\"]*", r"font: \1\2 system-ui, sans-serif", svg)
-    for role, colour in ROLES.items():
-        svg = svg.replace(colour, f"var(--{role})")
-    return svg.replace("<svg", '<svg aria-hidden="true"', 1)

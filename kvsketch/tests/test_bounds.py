@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from kvsketch import bounds, kivi
+from kvsketch._sketch_bounds import _block_variance
 from kvsketch.codecs import GroupedInts, SignSketch
 from kvsketch.layout import side_layout
 from kvsketch.testing import assert_mean, assert_rate_at_most
@@ -116,7 +117,7 @@ def test_one_block_formula_fails_for_several_blocks():
     q, k = unit_pair(8, 0.5)
     found = estimates(draw_rows("orthogonal", 40_000, 12, 8, seed=1), q, k, bounds.sketch_constant(8))
     with pytest.raises(AssertionError, match="standard errors"):
-        assert_mean((found - 0.5) ** 2, bounds._block_variance(12, 8, 0.5))
+        assert_mean((found - 0.5) ** 2, _block_variance(12, 8, 0.5))
 
 
 def test_full_blocks_need_2_8_to_8_times_fewer_rows():
@@ -223,6 +224,21 @@ def test_published_score_size_breaks_its_promise():
         assert_rate_at_most(count, 100, 0.5)
 
 
+# ---- attention ----
+
+
+def test_attention_error_bound_is_attained_by_two_values_and_by_no_others():
+    # Two values, 0 and 1: the output is the weight of the second, sigmoid of the difference of their scores.
+    for eps in (1e-3, 0.1, 1.0, 5.0):
+        logits = np.linspace(-10, 10, 4001)
+        change = 1 / (1 + np.exp(-(logits + 2 * eps))) - 1 / (1 + np.exp(-logits))
+        assert change.max() <= bounds.attention_error_bound(eps, 1.0) * (1 + 1e-12)
+        at_its_worst = 1 / (1 + math.exp(-eps)) - 1 / (1 + math.exp(eps))
+        assert at_its_worst == pytest.approx(bounds.attention_error_bound(eps, 1.0), rel=1e-9)
+        assert bounds.attention_error_bound(eps, 1.0) < bounds.score_error_bound(eps) / 4
+    assert bounds.attention_error_bound(0.1, 3.0, value_error=2.0) == bounds.attention_error_bound(0.1, 3.0) + 2.0
+
+
 # ---- quantizer ----
 
 
@@ -318,6 +334,9 @@ def test_bits_equal_the_bytes_of_pages_without_padding():
         (lambda: bounds.sketch_size(0.1, 1), ValueError, "delta must lie strictly between 0 and 1, got 1"),
         (lambda: bounds.score_sketch_size(0.1, 4, norm=-1, delta=0.1), ValueError, "norm must be a positive number"),
         (lambda: bounds.score_sketch_size_published(0.1, 1, norm=1), ValueError, "n must be >= 2, got 1"),
+        (lambda: bounds.attention_error_bound(0, 1), ValueError, "eps must be a positive number, got 0"),
+        (lambda: bounds.attention_error_bound(1, -1), ValueError, "spread must be a number of at least 0, got -1"),
+        (lambda: bounds.attention_error_bound(1, 1, value_error=math.inf), ValueError, "value_error must be a number"),
         (lambda: bounds.quantizer_error_bound(1, 0, 2), ValueError, "lo=1.0 and hi=0.0"),
         (lambda: bounds.quantizer_error_bound(0, 7e4, 2), ValueError, "the bound needs"),
         (lambda: bounds.quantizer_error_bound(-6e4, 6e4, 1), ValueError, "the bound needs"),

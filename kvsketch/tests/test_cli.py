@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -20,6 +19,7 @@ from kvsketch import cli, console, evaluation
 from kvsketch.adapters import models
 from kvsketch.evaluation import Result
 from kvsketch.numba_cpu._threads import get_num_threads, set_num_threads
+from kvsketch.tests.html_page import assert_self_contained
 from kvsketch.tests.tiny_text_model import save_text_model
 
 KEYS = (
@@ -131,38 +131,10 @@ def test_tables_show_every_method(compared: tuple[Any, list[dict], str]) -> None
     assert f"One decode step at {PROMPT + SCORED} tokens, 1 thread" in " ".join(output.split())
 
 
-class _Page(HTMLParser):
-    """Collects what a page refers to, and checks that its elements close in order."""
-
-    VOID = ("meta", "br", "link", "img")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_page_is_self_contained_and_complete(compared: tuple[Any, list[dict], str]) -> None:
     html = compared[2]
-    page = _Page()
-    page.feed(html)
-    assert not page.open
+    page = assert_self_contained(html)
     assert page.seen.count("svg") == 3
-    assert not {"script", "link", "img", "iframe"} & set(page.seen)
-    assert all(link.startswith("#") for link in page.links)
-    assert "@import" not in html
-    assert "url(http" not in html
-    assert "prefers-color-scheme: dark" in html
     for row in compared[1]:
         assert html.count(row["method"].replace("&", "&amp;")) >= 2
         assert f"{row['perplexity']:.3f}" in html

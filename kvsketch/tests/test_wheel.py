@@ -17,7 +17,7 @@ import kvsketch
 
 ROOT = Path(kvsketch.__file__).parents[1]
 #: Folders of the tree and the packages that they are installed as.
-FOLDERS = {"kvsketch": "kvsketch", "adapters": "kvsketch/adapters"}
+FOLDERS = {"kvsketch": "kvsketch", "adapters": "kvsketch/adapters", "validation": "kvsketch/validation"}
 SUFFIXES = (".py", ".typed", ".j2", ".cu", ".cuh")
 
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="kvsketch is installed without its tree")
@@ -52,7 +52,7 @@ def test_wheel_holds_exactly_the_tree(wheel: Path) -> None:
     wanted = {name: path.read_bytes() for path, name in tree_files()}
     assert sorted(held) == sorted(wanted)
     assert held == wanted
-    assert "kvsketch/report.html.j2" in held
+    assert {"kvsketch/page.html.j2", "kvsketch/report.html.j2", "kvsketch/validation/report.html.j2"} <= set(held)
     assert "kvsketch/adapters/transformers_cache.py" in held
 
 
@@ -76,7 +76,10 @@ import kvsketch
 from kvsketch import Cache, GroupedInts
 
 target = pathlib.Path(sys.argv[1])
-for name in ("kvsketch", "kvsketch.adapters.transformers_cache", "kvsketch.numba_cpu.attention", "kvsketch.cli"):
+for name in (
+    *("kvsketch", "kvsketch.adapters.transformers_cache", "kvsketch.numba_cpu.attention", "kvsketch.cli"),
+    "kvsketch.validation.unbiased",
+):
     origin = pathlib.Path(importlib.util.find_spec(name).origin)
     assert origin.is_relative_to(target), (name, origin)
 cache = Cache(GroupedInts(bits=4), GroupedInts(bits=4), engine="reference")
@@ -87,17 +90,33 @@ print(cache.attend(x[:, :, :1]).shape, cache.page_counts)
 """
 
 
-def test_unpacked_wheel_works_from_its_own_place(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
+def run_unpacked(wheel: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with `arguments`, in `folder`, where it finds the unpacked `wheel` and not the tree."""
+    target = folder / "target"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(target)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(target)},
-    )
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+
+
+def test_unpacked_wheel_works_from_its_own_place(wheel: Path, tmp_path: Path) -> None:
+    result = run_unpacked(wheel, tmp_path, "-c", PROGRAM, str(tmp_path / "target"))
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[0] == "(1, 2, 1, 16) [1]"
+
+
+def test_claims_are_checked_from_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
+    few = "(unbiased and reference) or claims_say or compares_nothing"
+    options = ("-k", few, "-q", "-rA", "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
+    result = run_unpacked(wheel, tmp_path, "-m", "pytest", "--pyargs", "kvsketch.validation", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "PASSED target/kvsketch/validation/test_claims.py::test_claim[unbiased-reference]" in result.stdout
+
+
+def test_command_validates_from_an_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
+    options = ("--only", "unbiased", "--report", "claims.html", "--jobs", "1")
+    result = run_unpacked(wheel, tmp_path, "-m", "kvsketch.cli", "validate", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Wrote claims.html" in result.stdout
+    assert "What the theory says" in (tmp_path / "claims.html").read_text(encoding="utf-8")
