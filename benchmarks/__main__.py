@@ -22,6 +22,7 @@ from benchmarks.table import (
     print_rows,
     print_table,
     rate_cell,
+    ratio_cell,
 )
 from kvsketch.console import fail, progress_bar, user_errors, writable
 
@@ -199,6 +200,45 @@ def threads_command(
     print_heading("Decode with one thread and with two", machine)
     print_rows(rows, {"over one thread": "one thread"})
     finish(json_file, document("threads", machine, rows=rows))
+
+
+@app.command()
+def limits(
+    tokens: Annotated[int, typer.Option(help="Cached tokens.")] = ANCHOR.n,
+    subjects: SubjectsOption = None,
+    rounds: RoundsOption = None,
+    quick: QuickOption = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Time what bounds a decode step: dot products, the loops around them, caches and memory."""
+    writable("--json", json_file)
+    from benchmarks.limits import measure_limits
+
+    machine, chosen = describe_machine(), chosen_subjects(subjects, True)
+    with progress_bar() as progress, user_errors("--subjects"):
+        count = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+        found = measure_limits(Shape(tokens), chosen, rounds=count, progress=progress)
+    print_heading(f"What bounds a decode step at {Shape(tokens)}, nanoseconds a page and head", machine)
+    names = ("dots", "loops", "near", "far", "read", "dense")
+    print_table(
+        ("what", *names, "dense / far", "dense / loops", "dense / dots"),
+        [
+            (
+                entry.subject.name,
+                *(ratio_cell(getattr(entry, name)) for name in names),
+                *(number_cell(entry.dense.median / getattr(entry, name).median) for name in ("far", "loops", "dots")),
+            )
+            for entry in found
+        ],
+    )
+    print_notes(
+        "dots: the dot products alone, at the rate at which this processor does nothing else; loops: with the loads "
+        "and masks of codes, on a page in the nearest cache; near: all of attention, pages in a near cache; far: pages "
+        "in memory; read: a plain read of the page; dense: the dense bf16 kernel on as many tokens. dense / dots: no "
+        "kernel of these dot products can be more times faster than the dense one.",
+        *(f"* CONTENDED: {reason}." for reason in {entry.contended for entry in found} if reason),
+    )
+    finish(json_file, document("limits", machine, limits=[entry.to_json() for entry in found]))
 
 
 @app.command()

@@ -49,15 +49,17 @@ class _KernelCache(FunctionCache):
         return sig, codegen.magic_tuple(), self._variant
 
 
-def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def kernel(variant: str = "", **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with Numba when it is first called, without the GIL, and keep the result on disk.
 
-    `options` are those of :func:`numba.njit`.
+    `variant` tells kernels apart that one piece of source makes; `options` are those of :func:`numba.njit`.
     """
 
     def compile_kernel(function: Callable[..., Any]) -> Any:
+        cache = _KernelCache(function, variant)
+        _name_apart(function, variant)
         dispatcher = njit(nogil=True, **options)(function)
-        dispatcher._cache = _KernelCache(function)
+        dispatcher._cache = cache
         return dispatcher
 
     return compile_kernel
