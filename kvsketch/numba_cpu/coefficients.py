@@ -38,7 +38,6 @@ from kvsketch.numba_cpu.emit import (
     emit_multiply_add,
     emit_prefetch,
     emit_reduce_each,
-    emit_round,
     emit_shuffle,
     emit_splat,
     emit_store,
@@ -55,6 +54,9 @@ from kvsketch.numba_cpu.simd import (
     store_floats,
 )
 
+#: Added to a float32 below 2^22 in size, this rounds it to a whole number, ties to even.
+MAGIC = 1.5 * 2.0**23
+MAGIC_BITS = 0x4B400000
 #: Below this, the largest coefficient counts as zero: its inverse would not be finite.
 SMALLEST = 1e-30
 
@@ -80,7 +82,11 @@ def collect(b: ir.IRBuilder, kind: ir.Type, vectors: list[Any]) -> Any:
 
 
 def emit_coefficients(b: ir.IRBuilder, coefficients: str, address: Any, rounded: list[Any], total: Any) -> Any:
-    """Store two vectors of int32 as coefficients (kvsketch.numba_cpu.dots) and add them to int32 sums."""
+    """Store two vectors of whole numbers as coefficients (kvsketch.numba_cpu.dots) and add them to int32 sums.
+
+    They are given as float32 that are :data:`MAGIC` larger: the lowest bits of those hold them.
+    """
+    rounded = [b.bitcast(x, VECTORS["int32"]) for x in rounded]
     if coefficients == "int16":
         shorts = VECTORS["int16"]
         order = [8 * unit + row for unit in range(2 * LANES // 8) for row in (0, 2, 4, 6, 1, 3, 5, 7)]
@@ -90,7 +96,8 @@ def emit_coefficients(b: ir.IRBuilder, coefficients: str, address: Any, rounded:
         return emit_dot_shorts(b, total, packed, emit_constant(shorts, 1))
     low, high = (b.bitcast(x, VECTORS["uint8"]) for x in rounded)
     emit_store(b, address, 0, emit_shuffle(b, low, high, [4 * i for i in range(2 * LANES)]))
-    return b.add(total, b.add(*rounded))
+    both = b.add(b.add(*rounded), emit_constant(total.type, -2 * MAGIC_BITS % 2**32))
+    return b.add(total, both)
 
 
 @inner
@@ -207,7 +214,7 @@ def _round_numbers(queries: int, coefficients: str, midpoint: float, bias: int) 
             halves, kind = ir.VectorType(I16, LANES), VECTORS["float32"]
             scale = [emit_halves(b, emit_load(b, scales, 2 * LANES * i, halves)) for i in range(2)]
             zero = [emit_halves(b, emit_load(b, zeros, 2 * LANES * i, halves)) for i in range(2)]
-            middle, less = emit_constant(kind, midpoint), emit_constant(kind, -bias)
+            middle, shift = emit_constant(kind, midpoint), emit_constant(kind, MAGIC - bias)
             zero = [emit_multiply_add(b, x, middle, z) for x, z in zip(scale, zero, strict=True)]
             results, constants = extract_all(b, totals), extract_all(b, sums)
             for query in range(queries):
@@ -219,7 +226,7 @@ def _round_numbers(queries: int, coefficients: str, midpoint: float, bias: int) 
                     x = emit_load(b, number, 4 * LANES * i, kind)
                     constants[query] = emit_multiply_add(b, x, zero[i], constants[query])
                     x = emit_load(b, large, 4 * LANES * i, kind)
-                    rounded.append(emit_round(b, emit_multiply_add(b, x, scale[i], less)))
+                    rounded.append(emit_multiply_add(b, x, scale[i], shift))
                 address = b.add(target, b.mul(row, I64(query)))
                 results[query] = emit_coefficients(b, coefficients, address, rounded, results[query])
             return _pair(b, collect(b, VECTORS["int32"], results), collect(b, kind, constants))
