@@ -123,17 +123,21 @@ def make_loops(layout: PageLayout, coefficients: str, queries: int) -> Callable[
     values, size = layout.values.spec, COEFFICIENT_BYTES[coefficients] // 8
     page, scratch = (np.zeros(n, np.uint8) for n in (2 * layout.record_bytes + 64, 1 << 16))
     parts = [(first == 0, min(QUERIES, queries - first)) for first in range(0, queries, QUERIES)]
-    calls = []
-    for is_first, count in parts:
-        scores = _make_scores(bits, coefficients, count)
-        calls.append((scores, (blocks, rows // unit_rows(bits), size * rows, address(scratch))))
-        mixes = _make_mixes(values.bits, coefficients, count, shares_groups(values))
-        units, pitch = values.tokens // unit_rows(values.bits), size * values.tokens * PAGES
-        calls.append((mixes, (_round_up(values.width, 32) // 32, units, pitch, address(scratch), is_first)))
+    score_shape = (blocks, rows // unit_rows(bits), size * rows)
+    units, pitch = values.tokens // unit_rows(values.bits), size * values.tokens * PAGES
+    mix_shape = (_round_up(values.width, 32) // 32, units, pitch)
+    calls = [
+        (
+            (_make_scores(bits, coefficients, count), score_shape, ()),
+            (_make_mixes(values.bits, coefficients, count, shares_groups(values)), mix_shape, (is_first,)),
+        )
+        for is_first, count in parts
+    ]
 
     def run(repeats: int) -> None:
-        start = _round_up(address(page), 64)
-        for call, arguments in calls:
-            call(start, layout.record_bytes, *arguments, repeats)
+        start, work = _round_up(address(page), 64), address(scratch)
+        for kernels in calls:
+            for call, shape, more in kernels:
+                call(start, layout.record_bytes, *shape, work, *more, repeats)
 
     return run
