@@ -3,7 +3,8 @@
 A coefficient is a number times a float16 scale: of a query's channel and a page of keys, or of a token's weight and a
 group of values. With `limit` the largest integer allowed, all coefficients of a query on a tile of pages are multiplied
 by ``limit/largest``, `largest` being the largest of its numbers times the largest scale that they meet there, and
-rounded: an error of at most half of ``largest/limit`` each. Codes count from their midpoint, exactly, so that such an
+rounded: an error of at most half of ``largest/limit`` each. Numbers that would make this coarse for all others are
+left out (:mod:`kvsketch.numba_cpu.large`). Codes count from their midpoint, exactly, so that such an
 error is multiplied by at most half the range of the codes. Where no number is negative (weights), 16 bits hold
 coefficients up to 65535, stored less :func:`kvsketch.numba_cpu.dots.bias_of`.
 
@@ -42,12 +43,14 @@ from kvsketch.numba_cpu.emit import (
     emit_splat,
     emit_store,
 )
+from kvsketch.numba_cpu.large import make_split
 from kvsketch.numba_cpu.simd import (
     floats,
     ints,
     load_float,
     load_floats,
     load_halves,
+    max_all,
     maximum,
     operation,
     splat,
@@ -102,7 +105,8 @@ def emit_coefficients(b: ir.IRBuilder, coefficients: str, address: Any, rounded:
 
 @inner
 def largest_of_groups(scales, groups, pages, step, tokens, target):  # type: ignore[no-untyped-def]
-    """The largest scale of each token of values, float32, from the address of the first group's on."""
+    """The largest scale of each token of values, float32, from the address of the first group's on; and that of all."""
+    highest = splat(np.float32(0))
     for page in range(pages):
         for i in range(0, tokens, LANES):
             at = scales + page * step + 2 * i
@@ -110,6 +114,8 @@ def largest_of_groups(scales, groups, pages, step, tokens, target):  # type: ign
             for group in range(1, groups):
                 top = maximum(load_halves(at + 2 * tokens * group), top)
             store_floats(target + 4 * (page * tokens + i), top)
+            highest = maximum(top, highest)
+    return max_all(highest)
 
 
 @inner
@@ -155,19 +161,20 @@ def _measure_tops(queries: int, signed: bool) -> Any:
 
 
 def _settle_tops(queries: int) -> Any:
-    """An operation that writes each query's factor of a coefficient and its inverse, four numbers each."""
+    """An operation that writes each query's factor of a coefficient and its inverse, and its top, four numbers each."""
     kind = types.UniTuple(floats, queries)
 
     @intrinsic
-    def settle_tops(_context: Any, tops: Any, limit: Any, target: Any) -> Any:
-        def emit(b: ir.IRBuilder, tops: Any, limit: Any, target: Any) -> None:
+    def settle_tops(_context: Any, tops: Any, limit: Any, target: Any, tops_target: Any) -> Any:
+        def emit(b: ir.IRBuilder, tops: Any, limit: Any, target: Any, tops_target: Any) -> None:
             top = emit_reduce_each(b, extract_all(b, tops), emit_maximum)
             limits, none = emit_splat(b, limit, 4), emit_constant(top.type, 0.0)
             enough = b.fcmp_ordered(">", top, emit_constant(top.type, SMALLEST))
+            emit_store(b, tops_target, 0, top)
             emit_store(b, target, 0, b.select(enough, b.fdiv(top, limits), none))
             emit_store(b, target, 16, b.select(enough, b.fdiv(limits, top), none))
 
-        return operation(types.void(kind, types.float32, types.intp), emit)
+        return operation(types.void(kind, types.float32, types.intp, types.intp), emit)
 
     return settle_tops
 
@@ -259,24 +266,35 @@ def _settle_group(queries: int, midpoint: float) -> Any:
     return settle_group
 
 
-def make_scale(queries: int, *, signed: bool) -> Any:
+def make_scale(queries: int, *, signed: bool, share: int = 0) -> Any:
     """A function that multiplies `count` numbers of each query by the inverse of its factor, which it finds.
 
-    ``results`` gets four factors and four inverses.
+    ``results`` gets four factors and four inverses. With `share` (:mod:`kvsketch.numba_cpu.large`), numbers whose
+    products are far above the others' and above `floor` become 0 and are listed in `rows`. Returns the number of rows.
     """
     start_tops, measure_tops, settle_tops = _start_tops(queries), _measure_tops(queries, signed), _settle_tops(queries)
+    find_large, split = make_split(queries, share)
 
     @inner
-    def scale(numbers, pitch, scales, count, limit, target, target_pitch, results):  # type: ignore[no-untyped-def]
+    def scale(numbers, pitch, scales, count, limit, floor, target, target_pitch, results, rows):  # type: ignore[no-untyped-def]
         tops = start_tops()
         for i in range(0, count, LANES):
             tops = measure_tops(tops, numbers + 4 * i, pitch, scales + 4 * i)
-        settle_tops(tops, np.float32(limit), results)
+        settle_tops(tops, np.float32(limit), results, rows)
+        any_large = False
+        if share > 0:
+            for query in range(queries):
+                any_large |= load_float(rows + 4 * query) > floor
+            if any_large:
+                any_large = find_large(numbers, pitch, scales, count, limit, floor, results, rows)
         for query in range(queries):
             factor = splat(load_float(results + 16 + 4 * query))
             source, out = numbers + pitch * query, target + target_pitch * query
             for i in range(0, count, LANES):
                 store_floats(out + 4 * i, load_floats(source + 4 * i) * factor)
+        if any_large:
+            return split(numbers, pitch, scales, count, target, target_pitch, rows)
+        return 0
 
     return scale
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideSpec
+from kvsketch.layout import KIND_EXACT, KIND_INTS, KIND_SKETCH, SideSpec
 from kvsketch.numba_cpu._compile import kernel, kernel_part
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
@@ -28,6 +28,7 @@ from kvsketch.numba_cpu.simd import (
     take_next,
 )
 from kvsketch.numba_cpu.softmax import (
+    LOG2E,
     add_bias,
     cap_scores,
     fill_floats,
@@ -66,7 +67,7 @@ class Inputs(NamedTuple):
     q_type: int  #: kvsketch.layout.DTYPE_CODES
     sketch: int  #: (b, h, Q, m) float32, its sketch, for keys that are sketched
     sketch_step: int  #: bytes of a head's
-    extra: int  #: int64, see :mod:`kvsketch.numba_cpu.sketches`
+    extra: int  #: int64, for keys that are sketched, see :mod:`kvsketch.numba_cpu.sketches`
     keys: int  #: int64, the fields of the key side
     values: int  #: int64, those of the value side
     limits: int  #: (b, s) int64, tokens that a query sees; 0: causal
@@ -326,6 +327,8 @@ def attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out)
         extra[0] = inputs.sketch + inputs.sketch_step * place
         for i in range(1, EXTRA):
             extra[i] = load_long(inputs.extra + 8 * i)
+    elif key_spec.kind == KIND_INTS:
+        store_float(address_of(extra), np.float32(softcap * LOG2E if softcap > 0 else 1))
     first, last = pages * run // runs, pages * (run + 1) // runs
     _attend_pages(
         inputs.pages + (place * inputs.capacity + first) * inputs.step, last - first,

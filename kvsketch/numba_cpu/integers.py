@@ -6,7 +6,10 @@ are taken :data:`kvsketch.numba_cpu.dots.QUERIES` at a time.
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from kvsketch.layout import SideSpec, unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import inner
@@ -19,14 +22,29 @@ from kvsketch.numba_cpu.coefficients import (
     padded_rows,
 )
 from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, KEPT, QUERIES, make_limit, make_mix_block, make_score_block
-from kvsketch.numba_cpu.simd import load_float, load_long, load_word, store_float, store_word
+from kvsketch.numba_cpu.large import (
+    KEY_SHARE,
+    VALUE_SHARE,
+    large_bytes,
+    locate_rows,
+    make_mix_rows,
+    make_score_rows,
+)
+from kvsketch.numba_cpu.simd import load_float, load_long, load_word, stay_apart, store_float, store_word
 
 #: Most tokens that a kernel is given at a time; a whole number of pages of any size.
 TILE = 256
 #: Pages that are asked for ahead of their use.
 AHEAD = 8
 #: Bytes of what :func:`kvsketch.numba_cpu.coefficients.make_scale` finds.
-FACTORS = 32
+FACTORS = 64
+#: Where in them a mix kernel keeps the largest scale of a tile.
+HIGHEST = 32
+#: A query's products with scales are fine while the largest, times the range of codes and the root of the channels, is
+#: below this: 16-bit coefficients then put a score, in units of log2, wrong by about 5e-5.
+FINE = np.float32(32)
+#: A token's weight is fine while it is below this; the largest of all tokens so far is 1.
+HEAVY = 0.9
 
 #: Where a kernel finds the fields of a side, in bytes from an int64 array of them.
 TOKENS, WIDTH, GROUP, GROUPS, ROWS, CODES, SCALE, ZERO = (
@@ -44,13 +62,14 @@ def score_scratch(spec: SideSpec) -> int:
     """Bytes that a score kernel works in."""
     pages = TILE // spec.tokens
     wide = padded(spec.rows)
-    return FACTORS + 4 * wide * (1 + QUERIES) + pages * (16 + wide * (4 + 2 * QUERIES))
+    return FACTORS + large_bytes(KEY_SHARE) + 4 * wide * (1 + QUERIES) + pages * (16 + wide * (4 + 2 * QUERIES))
 
 
 def mix_scratch(spec: SideSpec) -> int:
     """Bytes that a mix kernel works in."""
     kept = KEPT * ((spec.width + 31) // 32)
-    return FACTORS + 4 * TILE * (1 + QUERIES) + kept + spec.groups * (16 + 2 * QUERIES * TILE)
+    head = FACTORS + large_bytes(VALUE_SHARE)
+    return head + 4 * TILE * (1 + QUERIES) + kept + spec.groups * (16 + 2 * QUERIES * TILE)
 
 
 @inner
@@ -60,6 +79,14 @@ def copy_padded(source, count, target, wide):  # type: ignore[no-untyped-def]
         store_word(target + 2 * i, load_word(source + 2 * i))
     for i in range(count, wide):
         store_word(target + 2 * i, 0)
+
+
+@inner
+def of_planes(block, group, groups, start, pitch):  # type: ignore[no-untyped-def]
+    """Where what belongs to the groups of a block's four planes of 8 channels starts."""
+    g0, g1 = min(32 * block // group, groups - 1), min((32 * block + 8) // group, groups - 1)
+    g2, g3 = min((32 * block + 16) // group, groups - 1), min((32 * block + 24) // group, groups - 1)
+    return start + pitch * g0, start + pitch * g1, start + pitch * g2, start + pitch * g3
 
 
 def for_query_counts(make: Any) -> Any:
@@ -96,19 +123,43 @@ def make_score(bits: int, coefficients: str) -> Any:
     """
     limit, midpoint = make_limit(bits, coefficients, signed=True), (2**bits - 1) / 2
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
+    large_size, steps = large_bytes(KEY_SHARE), 2**bits - 1
 
-    def make(queries: int) -> Any:
-        scale, fold = make_scale(queries, signed=True), make_fold(queries, coefficients, midpoint, signed=True)
-        score_block = make_score_block(bits, coefficients, queries)
+    def make_score_large(queries: int) -> Any:
+        score_rows = make_score_rows(bits, queries)
 
         @inner
-        def score_part(first, q, q_pitch, scores, pitch, page, step, count, part, spec, scratch):  # type: ignore[no-untyped-def]
+        def score_large(large, found, scales, scale_step, page, step, count, part, spec, scores, pitch):  # type: ignore[no-untyped-def]
+            """Add the share of the channels that the sums leave out."""
+            stay_apart()
+            rows, blocks = load_long(spec + ROWS), load_long(spec + GROUP) // 32
+            locate_rows(large, found, padded_rows(rows), 0, depth, block_bytes)
+            block_step = rows // depth * block_bytes
+            for index in range(count):
+                codes = page + index * step + load_long(spec + CODES) + part * blocks * block_step
+                target = scores + 4 * (index * load_long(spec + TOKENS) + 32 * part * blocks)
+                for block in range(blocks):
+                    score_rows(
+                        codes + block * block_step, scales + index * scale_step, large, found, target + 128 * block,
+                        pitch,
+                    )  # fmt: skip
+
+        return score_large
+
+    def make(queries: int) -> Any:
+        scale = make_scale(queries, signed=True, share=KEY_SHARE)
+        fold = make_fold(queries, coefficients, midpoint, signed=True)
+        score_block, score_large = make_score_block(bits, coefficients, queries), make_score_large(queries)
+
+        @inner
+        def score_part(first, q, q_pitch, scores, pitch, page, step, count, part, spec, scratch, floor):  # type: ignore[no-untyped-def]
             rows, blocks = load_long(spec + ROWS), load_long(spec + GROUP) // 32
             wide, units, most = padded_rows(rows), rows // depth, limit(rows)
             row, ahead = size * wide, AHEAD * step if first == 0 else 0
             constants, largest = scratch + FACTORS, scratch + FACTORS + 16 * count
             scaled = largest + 4 * wide
-            numbers = scaled + 4 * wide * QUERIES
+            large = scaled + 4 * wide * QUERIES
+            numbers = large + large_size
             scales, scale_step = page + load_long(spec + SCALE) + 2 * part * rows, step
             zeros = page + load_long(spec + ZERO) + 2 * part * rows
             if wide != rows:
@@ -119,7 +170,7 @@ def make_score(bits: int, coefficients: str) -> Any:
                 scales, zeros, scale_step = padding, padding + 2 * wide, 4 * wide
             if first == 0:
                 largest_of_pages(scales, count, scale_step, wide, largest)
-            scale(q, q_pitch, largest, wide, most, scaled, 4 * wide, scratch)
+            found = scale(q, q_pitch, largest, wide, most, floor, scaled, 4 * wide, scratch, large)
             for index in range(count):
                 at = index * scale_step
                 fold(
@@ -135,14 +186,17 @@ def make_score(bits: int, coefficients: str) -> Any:
                         codes + block * units * block_bytes, ahead, units, at, row, scratch, constants + 16 * index,
                         target + 128 * block, pitch,
                     )  # fmt: skip
+            if found > 0:
+                score_large(large, found, scales, scale_step, page, step, count, part, spec, scores, pitch)
 
         return score_part
 
     score_parts = for_query_counts(make)
 
-    def score(page, step, count, spec, q, q_pitch, queries, scores, pitch, scratch, _sketches):  # type: ignore[no-untyped-def]
+    def score(page, step, count, spec, q, q_pitch, queries, scores, pitch, scratch, extra):  # type: ignore[no-untyped-def]
+        floor = FINE / (load_float(extra) * np.float32(steps * math.sqrt(load_long(spec + ROWS))))
         for part in range(load_long(spec + GROUPS)):
-            score_parts(queries, q, q_pitch, scores, pitch, (page, step, count, part, spec, scratch))
+            score_parts(queries, q, q_pitch, scores, pitch, (page, step, count, part, spec, scratch, floor))
 
     return score
 
@@ -154,10 +208,28 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
     """
     limit, midpoint = make_limit(bits, coefficients, signed=False), (2**bits - 1) / 2
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
+    large_size = large_bytes(VALUE_SHARE)
+
+    def make_mix_large(queries: int) -> Any:
+        mix_rows = make_mix_rows(bits, queries, shared)
+
+        @inner
+        def mix_large(large, found, page, step, spec, target, pitch):  # type: ignore[no-untyped-def]
+            """Add the share of the tokens that the sums leave out."""
+            stay_apart()
+            tokens, group, groups = load_long(spec + TOKENS), load_long(spec + GROUP), load_long(spec + GROUPS)
+            locate_rows(large, found, tokens, step, depth, block_bytes)
+            codes, block_step = page + load_long(spec + CODES), tokens // depth * block_bytes
+            for block in range((load_long(spec + WIDTH) + 31) // 32):
+                scales = of_planes(block, group, groups, page + load_long(spec + SCALE), 2 * tokens)
+                mix_rows(codes + block * block_step, scales, large, found, target + 256 * block, pitch)
+
+        return mix_large
 
     def make(queries: int) -> Any:
-        scale, fold = make_scale(queries, signed=False), make_fold(queries, coefficients, midpoint, signed=False)
-        mix_block = make_mix_block(bits, coefficients, queries, shared)
+        scale = make_scale(queries, signed=False, share=VALUE_SHARE)
+        fold = make_fold(queries, coefficients, midpoint, signed=False)
+        mix_block, mix_large = make_mix_block(bits, coefficients, queries, shared), make_mix_large(queries)
 
         @inner
         def mix_part(first, weights, weight_pitch, target, pitch, page, step, count, spec, base, scratch):  # type: ignore[no-untyped-def]
@@ -166,13 +238,18 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
             row, ahead = size * total, count * step if first == 0 else 0
             scales, zeros = page + load_long(spec + SCALE), page + load_long(spec + ZERO)
             # What the first queries leave for the next lies where the number of queries does not matter.
-            largest, kept = scratch + FACTORS, scratch + FACTORS + 4 * total
+            large, highest = scratch + FACTORS, scratch + HIGHEST
+            largest = large + large_size
+            kept = largest + 4 * total
             scaled = kept + KEPT * ((load_long(spec + WIDTH) + 31) // 32)
             constants = scaled + 4 * total * queries
             numbers = constants + 16 * groups
             if first == 0:
-                largest_of_groups(scales, groups, count, step, tokens, largest)
-            scale(weights, weight_pitch, largest, total, limit(total), scaled, 4 * total, scratch)
+                store_float(highest, largest_of_groups(scales, groups, count, step, tokens, largest))
+            found = scale(
+                weights, weight_pitch, largest, total, limit(total), np.float32(HEAVY) * load_float(highest),
+                scaled, 4 * total, scratch, large,
+            )  # fmt: skip
             for part in range(groups):
                 fold(
                     weights, weight_pitch, scaled, 4 * total, scales + 2 * part * tokens, zeros + 2 * part * tokens,
@@ -183,14 +260,13 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
                     store_float(at, load_float(at) + load_float(constants + 16 * part + 4 * i))
             for block in range((load_long(spec + WIDTH) + 31) // 32):
                 codes = page + load_long(spec + CODES) + block * units * block_bytes
-                g0, g1 = min(32 * block // group, groups - 1), min((32 * block + 8) // group, groups - 1)
-                g2, g3 = min((32 * block + 16) // group, groups - 1), min((32 * block + 24) // group, groups - 1)
-                wide = row * queries
-                at = (numbers + wide * g0, numbers + wide * g1, numbers + wide * g2, numbers + wide * g3)
+                at = of_planes(block, group, groups, numbers, row * queries)
                 mix_block(
                     codes, ahead, count, step, units, at, row, scratch, target + 256 * block, pitch,
                     kept + KEPT * block, first == 0,
                 )  # fmt: skip
+            if found > 0:
+                mix_large(large, found, page, step, spec, target, pitch)
 
         return mix_part
 

@@ -242,6 +242,29 @@ def minimum(_context: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic
+def where_above(_context: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    """Numbers of `yes` where ``x > y``, else of `no`."""
+    emit = lambda b, x, y, yes, no: b.select(b.fcmp_ordered(">", x, y), yes, no)  # noqa: E731
+    return operation(floats(floats, floats, floats, floats), emit)
+
+
+@intrinsic
+def above(_context: Any, x: Any, y: Any) -> Any:
+    """Where ``x > y``: bit i of an integer for number i."""
+
+    def emit(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+        return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), ir.IntType(LANES)), I64)
+
+    return operation(types.int64(floats, floats), emit)
+
+
+@intrinsic
+def lowest_bit(_context: Any, x: Any) -> Any:
+    """Which the lowest bit of an integer that is set is; it is not 0."""
+    return operation(types.int64(types.int64), lambda b, x: b.cttz(x, ir.IntType(1)(1)))
+
+
+@intrinsic
 def absolute(_context: Any, x: Any) -> Any:
     """|x|."""
     return operation(floats(floats), emit_absolute)

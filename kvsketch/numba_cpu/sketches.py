@@ -34,8 +34,8 @@ from kvsketch.numba_cpu.softmax import fill_floats
         *("outlier_codes", "outlier_norms", "channels", "channel_bytes"),
     )
 )
-#: Bytes of the factors, their inverses and the constants of a block of queries, and where the constants are.
-RESULTS, CONSTANTS = 48, 32
+#: Bytes of the factors, their inverses, the constants and tops of a block of queries, and where the latter are.
+RESULTS, CONSTANTS, TOPS = 64, 32, 48
 #: What a score kernel needs beside the queries, in bytes from an int64 array: addresses (row by row float32, pitches in
 #: bytes) of S q, of S transposed and of that of the outlier channels, and of the estimates' two factors c/m.
 SKETCH, SKETCH_PITCH, TABLE, TABLE_PITCH, OUTLIER_TABLE, OUTLIER_PITCH, FACTORS = range(0, 56, 8)
@@ -115,7 +115,7 @@ def make_sketch_score(coefficients: str) -> Any:
         @inner
         def fold_part(first, sketches, pitch, numbers, number_pitch, ones, wide, most, estimate, results):  # type: ignore[no-untyped-def]
             at = results + RESULTS // QUERIES * first
-            scale(sketches, pitch, ones + 4 * wide, wide, most, sketches, pitch, at)
+            scale(sketches, pitch, ones + 4 * wide, wide, most, np.float32(0), sketches, pitch, at, at + TOPS)
             fold(
                 sketches, pitch, sketches, pitch, ones, ones + 2 * wide, 0, 1, 0, wide, numbers, number_pitch,
                 at, at + CONSTANTS,

@@ -15,7 +15,7 @@ from kvsketch.layout import SideLayout, page_layout
 from kvsketch.rotation import draw_projection
 
 #: Relative L2 error that rounding queries and weights to coefficients of a kind may add to a result.
-ROUNDING = {"int16": 2e-4, "int8": 5e-2}
+ROUNDING = {"int16": 1.5e-4, "int8": 4e-2}
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
