@@ -23,7 +23,7 @@ from kvsketch._dispatch import ENGINES, engine_for, engine_module, implementatio
 #: Modules that importing may load NumPy and ml_dtypes only.
 LIGHT = (
     *("attention", "bitpack", "bounds", "cache", "codecs", "environment", "kivi", "layout", "methods", "pages", "qjl"),
-    *("rotation", "storage", "testing"),
+    *("palu", "rotation", "storage", "testing"),
 )
 #: Modules of functions on arrays, and those of their functions that take no array.
 ARRAY_MODULES = ("attention", "bitpack", "kivi", "pages", "qjl", "rotation")
