@@ -13,8 +13,18 @@ import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
 from kvsketch.attention import CacheView
-from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_INTS, KIND_SKETCH, LANES, PageLayout, SideLayout
-from kvsketch.numba_cpu import emit, integers, sketches
+from kvsketch.layout import (
+    DTYPE_CODES,
+    KIND_EXACT,
+    KIND_INTS,
+    KIND_LATENTS,
+    KIND_SKETCH,
+    LANES,
+    PageLayout,
+    SideLayout,
+    SideSpec,
+)
+from kvsketch.numba_cpu import emit, integers, latents, sketches
 from kvsketch.numba_cpu._compile import address, compile_address
 from kvsketch.numba_cpu._threads import get_num_threads, run_parts
 from kvsketch.numba_cpu.coefficients import padded
@@ -41,6 +51,8 @@ def _score_kernel(kind: int, bits: int, coefficients: str) -> int:
     """Address of the kernel that scores pages of a codec."""
     if kind == KIND_SKETCH:
         return compile_address(sketches.make_sketch_score(coefficients), coefficients)
+    if kind == KIND_LATENTS:
+        return compile_address(latents.make_score(bits), f"{bits}")
     return compile_address(integers.make_score(bits, coefficients), f"{bits}-{coefficients}")
 
 
@@ -48,6 +60,13 @@ def _score_kernel(kind: int, bits: int, coefficients: str) -> int:
 def _mix_kernel(bits: int, coefficients: str, shared: bool) -> int:
     """Address of the kernel that adds pages of values of a codec."""
     return compile_address(integers.make_mix(bits, coefficients, shared), f"{bits}-{coefficients}-{shared}")
+
+
+def _score_scratch(keys: SideSpec, queries: int) -> int:
+    """Bytes that the kernel of :func:`_score_kernel` works in."""
+    if keys.kind == KIND_SKETCH:
+        return sketches.sketch_scratch(keys, queries)
+    return latents.score_scratch(keys) if keys.kind == KIND_LATENTS else integers.score_scratch(keys)
 
 
 class Prepared(NamedTuple):
@@ -68,8 +87,7 @@ def _prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
     score = mix = work = 0
     if keys.kind != KIND_EXACT:
         score = _score_kernel(keys.kind, keys.bits, coefficients)
-        sketched = keys.kind == KIND_SKETCH
-        work = sketches.sketch_scratch(keys, queries) if sketched else integers.score_scratch(keys)
+        work = _score_scratch(keys, queries)
     if values.kind == KIND_INTS:
         shared = integers.shares_groups(values)
         mix = _mix_kernel(values.bits, coefficients, shared)
@@ -112,12 +130,12 @@ def attend(
         return np.zeros((b, hq, s, dv), q.dtype)
     plan, room, keys, values, extra, tables, _ = _prepare(view.layout, count, coefficients)
     unit = scale / softcap if softcap else scale * LOG2E
-    if tables is None:
-        q, sketch = np.ascontiguousarray(q), _LATER
-    else:
+    if plan.key_spec.kind in (KIND_SKETCH, KIND_LATENTS):
         q, unit = q.reshape(b, h, count, d) * np.float32(unit), 1.0
         q = q.astype(np.float32, order="C", copy=False)
-        sketch = np.ascontiguousarray(q @ tables[0])
+        sketch = latents.pack_rows(q) if tables is None else np.ascontiguousarray(q @ tables[0])
+    else:
+        q, sketch = np.ascontiguousarray(q), _LATER
     # What is named here is kept until the kernels, which get addresses, are done.
     if limits is not None:
         limits = np.ascontiguousarray(limits, np.int64)
@@ -131,7 +149,7 @@ def attend(
     runs = _run_count(tokens, b * h)
     bias_shape = (0, 0, 0, 0) if bias is None else bias.shape
     inputs = Inputs(
-        address(q), _TYPES[q.dtype], address(sketch), 4 * count * sketch.shape[-1], extra, keys, values,
+        address(q), _TYPES[q.dtype], address(sketch), sketch.nbytes // (b * h), extra, keys, values,
         0 if limits is None else address(limits), s, count, runs, b,
         0 if bias is None else address(bias), bias_shape[1], bias_shape[3],
         address(pages), h, capacity, step, at, address(sink_k), address(sink_v), sink_k.shape[2], at + 8 * b,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsketch.layout import KIND_EXACT, KIND_SKETCH, SideSpec
+from kvsketch.layout import KIND_EXACT, KIND_LATENTS, KIND_SKETCH, SideSpec
 from kvsketch.numba_cpu._compile import kernel, kernel_part
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
     q: int  #: (b, h, Q, d), still to be scaled to units of log2 (of the soft cap where there is one)
     q_type: int  #: kvsketch.layout.DTYPE_CODES
-    sketch: int  #: (b, h, Q, m) float32, its sketch, for keys that are sketched
+    sketch: int  #: (b, h, ...) float32: its sketch (Q, m) for keys that are sketched, packed rows for latents
     sketch_step: int  #: bytes of a head's
     extra: int  #: int64, see :mod:`kvsketch.numba_cpu.sketches`
     keys: int  #: int64, the fields of the key side
@@ -285,7 +285,7 @@ def _attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out
             row, head, q, queries, plan, inputs, softcap, scratch,
         )  # fmt: skip
     extra = np.empty(EXTRA, np.int64)
-    if key_spec.kind == KIND_SKETCH:
+    if key_spec.kind == KIND_SKETCH or key_spec.kind == KIND_LATENTS:
         extra[0] = inputs.sketch + inputs.sketch_step * place
         for i in range(1, EXTRA):
             extra[i] = load_long(inputs.extra + 8 * i)
