@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
-from kvsketch._checks import check_bits
 from kvsketch.adapters.attention_function import attend_rows_alone, dense_attention
 from kvsketch.adapters.layers import SPARE_TOKENS, CompressedLayer
 from kvsketch.adapters.palu_rope import RopeTable
@@ -33,8 +32,7 @@ def latent_codec(bits: int | None, group: int | None = None) -> Codec:
         if group is not None:
             raise ValueError(f"latent_group={group} needs latent_bits; give both, or neither")
         return Exact()
-    check_bits(bits)
-    return TokenInts(bits) if group is None else TokenInts(bits, group)
+    return TokenInts(bits, group)
 
 
 class PaluLayer(CompressedLayer):

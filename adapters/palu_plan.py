@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsketch._checks import check_bits, check_choice, check_integer
+from kvsketch._checks import BITS, check_choice, check_integer
 from kvsketch.adapters.palu_calibration import Calibration
 from kvsketch.adapters.palu_models import AttentionLayer, float64_array
 from kvsketch.palu import Factors, allocate_ranks, draw_rotation, factorise, rotate
@@ -66,9 +66,9 @@ class PaluSettings:
         check_integer("block", self.block, low=1)
         check_integer("seed", self.seed, low=0)
         check_integer("first_tokens", self.first_tokens, low=0)
-        if self.latent_bits is not None:
-            check_bits(self.latent_bits)
-        elif self.latent_group is not None:
+        if self.latent_bits is not None and self.latent_bits not in BITS:
+            raise ValueError(f"latent_bits must be None or one of {list(BITS)}, got {self.latent_bits!r}")
+        if self.latent_bits is None and self.latent_group is not None:
             raise ValueError(f"latent_group={self.latent_group} needs latent_bits; give both, or neither")
         if self.latent_group is not None:
             check_integer("latent_group", self.latent_group, low=8)

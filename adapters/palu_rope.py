@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+#: Bytes of a token's position.
+POSITION_BYTES = 4
+
 
 class RopeTable:
     """Where each cached token stands, and cosines and sines by position, as the model itself computed them.

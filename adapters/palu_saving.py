@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.initialization import no_init_weights
 
-from kvsketch.adapters.palu import Conversion, install, new_modules
+from kvsketch.adapters.palu_conversion import Conversion, install, new_modules
 from kvsketch.adapters.palu_models import SUPPORTED, attention_layers
 from kvsketch.adapters.palu_plan import LayerPlan, PaluSettings
 from kvsketch.adapters.torch_dlpack import dtype_name

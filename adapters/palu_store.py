@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from kvsketch._checks import FLOAT_DTYPES
 from kvsketch.cache import Cache
 from kvsketch.codecs import Codec
+from kvsketch.layout import page_layout
 from kvsketch.methods import LayerSettings
 
 
@@ -200,3 +202,24 @@ class LatentStore:
             "dense_nbytes_model": model,
             "saturated": sum(entry["saturated"] for entry in own),
         }
+
+
+def latent_nbytes(
+    codec: Codec,
+    key_ranks: Sequence[int],
+    value_ranks: Sequence[int],
+    tokens: int,
+    *,
+    heads: int,
+    d: int,
+    first_tokens: int,
+    dtype: str = "float32",
+) -> int:
+    """Live bytes of a :class:`LatentStore` of one unpadded row of `tokens` tokens, every full page encoded."""
+    width = np.dtype(FLOAT_DTYPES[dtype]).itemsize
+    nbytes = 2 * min(tokens, first_tokens) * heads * d * width
+    for rk, rv in zip(key_ranks, value_ranks, strict=True):
+        layout = page_layout(codec, codec, rk, rv, key_dtype=dtype, value_dtype=dtype)
+        pages, newest = divmod(tokens, layout.page_tokens)
+        nbytes += pages * layout.record_bytes + newest * (rk + rv) * width
+    return nbytes

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsketch._attend import COEFFICIENTS
+from kvsketch.cli_palu import palu
 from kvsketch.console import (
     DTYPES,
     at_least,
@@ -240,6 +241,9 @@ def compare(
         typer.echo(f"{'ok' if passed else 'FAILED'}: {sentence}")
         if not passed:
             raise typer.Exit(1)
+
+
+app.command()(palu)
 
 
 @app.command()

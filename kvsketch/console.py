@@ -87,20 +87,20 @@ def parse_method(option: str, name: str, residual_length: int | None, sink_token
         return get_method(name).with_settings(residual_length=residual_length, sink_tokens=sink_tokens)
 
 
-def read_text(path: Path | None) -> tuple[str, str]:
-    """The text of `path` and a name for it; without a path, the topics of the manual that every Python has."""
+def read_text(path: Path | None, option: str = "--text") -> tuple[str, str]:
+    """The text of `path`, which `option` named, and a name for it; without a path, the manual that every Python has."""
     if path is None:
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics[name] for name in sorted(topics)), "Python's manual (pydoc_data.topics)"
     if not path.exists():
-        fail(f"--text {path}: there is no such file; give an existing text file")
+        fail(f"{option} {path}: there is no such file; give an existing text file")
     try:
         return path.read_text(encoding="utf-8"), str(path)
     except UnicodeDecodeError as error:
-        fail(f"--text {path}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to UTF-8")
+        fail(f"{option} {path}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to UTF-8")
     except OSError as error:
-        fail(f"--text {path}: cannot be read ({error.strerror}); give a readable text file")
+        fail(f"{option} {path}: cannot be read ({error.strerror}); give a readable text file")
 
 
 def writable(option: str, path: Path | None) -> None:
@@ -179,7 +179,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
 def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     """Print two tables of 80 columns: size and quality, then speed and memory."""
     first = results[0]
-    _print_table(
+    print_table(
         f"Size and quality: {setting['windows']} x {setting['score_tokens']} tokens of {setting['text']} after "
         f"{setting['prompt_tokens']}, {setting['model']} in {setting['dtype']}",
         ("method", "keys", "values", "bits", "MB", "vs 16", "ppl", "ratio", "KL", "top-1"),
@@ -202,7 +202,7 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     )
     threads = "1 thread" if setting["threads"] == 1 else f"{setting['threads']} threads"
     warning = ". CONTENDED: something else was running, do not trust the times" if first.contended else ""
-    _print_table(
+    print_table(
         f"One decode step at {first.tokens} tokens, {threads}{warning}",
         ("method", "step ms", "quartiles", "attention", "tokens/s", "peak MB"),
         [
@@ -221,7 +221,8 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
     )
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
+    """Print a table with a title and a note; text at the left in the first column, at the right in the others."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(columns[0], overflow="fold")
     for name in columns[1:]:
