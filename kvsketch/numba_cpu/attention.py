@@ -42,6 +42,7 @@ FUSED_QUERIES = 128
 
 _TYPES = {dtype: DTYPE_CODES[name] for name, dtype in FLOAT_DTYPES.items()}
 _NO_LOGITS = np.zeros(0, np.float32)
+_NO_SUMS = np.zeros((0, 0, 0), np.float32)
 _LATER = np.zeros((0, 0, 0, 0), np.float32)
 _LATER_STATES = np.zeros((0, 0, 0, 0, 0), np.float32)
 
@@ -81,27 +82,44 @@ class Prepared(NamedTuple):
     kept: list[Any]  #: the arrays at those addresses
 
 
+def mix_plan(values: SideSpec, coefficients: str) -> tuple[int, int]:
+    """Address of the kernel that adds pages of values, 0 for exact ones, and the bytes that it works in."""
+    if values.kind != KIND_INTS:
+        return 0, 0
+    return _mix_kernel(values.bits, coefficients, integers.shares_groups(values)), integers.mix_scratch(values)
+
+
+def value_pitches(values: SideSpec) -> tuple[int, int]:
+    """Bytes of an exact value as float32, and of a query's mix of encoded values."""
+    return 4 * _round_up(values.width, emit.LANES), (
+        8 * _round_up(values.width, LANES) if values.kind == KIND_INTS else 0
+    )
+
+
 @lru_cache(maxsize=256)
-def _prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
+def prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
+    """What attention of so many queries a head over pages of a layout needs."""
     keys, values = layout.keys.spec, layout.values.spec
-    score = mix = work = 0
+    score = 0
+    mix, work = mix_plan(values, coefficients)
     if keys.kind != KIND_EXACT:
         score = _score_kernel(keys.kind, keys.bits, coefficients)
-        work = _score_scratch(keys, queries)
-    if values.kind == KIND_INTS:
-        shared = integers.shares_groups(values)
-        mix = _mix_kernel(values.bits, coefficients, shared)
-        work = max(work, integers.mix_scratch(values))
-    key_pitch, value_pitch = (4 * _round_up(spec.width, emit.LANES) for spec in (keys, values))
-    mix_pitch = 8 * _round_up(values.width, LANES) if values.kind == KIND_INTS else 0
-    plan = Plan(keys, values, score, mix, work, 4 * padded(keys.width), key_pitch, value_pitch, mix_pitch)
+        work = max(work, _score_scratch(keys, queries))
+    value_pitch, mix_pitch = value_pitches(values)
+    key_pitch = 4 * _round_up(keys.width, emit.LANES)
+    plan = Plan(keys, values, score, 0, mix, work, 4 * padded(keys.width), key_pitch, value_pitch, mix_pitch)
     tables, extra = None, np.zeros(EXTRA, np.int64)
     if keys.kind == KIND_SKETCH:
         tables = _padded_projections(layout.keys)
         # S q itself comes first; the kernel fills in a head's.
         pitches = [4 * table.shape[1] for table in tables[:2]]
-        extra[1:] = [pitches[0], address(tables[0]), pitches[0], address(tables[1]), pitches[1], address(tables[2])]
-    kept = [np.array(keys, np.int64), np.array(values, np.int64), extra]
+        extra[1:7] = [pitches[0], address(tables[0]), pitches[0], address(tables[1]), pitches[1], address(tables[2])]
+    return finish_preparing(plan, layout, queries, extra, tables)
+
+
+def finish_preparing(plan: Plan, layout: PageLayout, queries: int, extra: Any, tables: Any = None) -> Prepared:
+    """A plan with the arrays whose addresses its kernels get."""
+    kept = [np.array(layout.keys.spec, np.int64), np.array(layout.values.spec, np.int64), extra]
     at = [address(x) for x in kept]
     return Prepared(plan, scratch_bytes(plan, queries), at[0], at[1], at[2], tables, kept)
 
@@ -118,8 +136,7 @@ def attend(
     coefficients: str,
 ) -> Any:
     given, (b, hq, s, d) = q, q.shape
-    _, h, capacity, step = view.pages.shape
-    dv = view.layout.values.width
+    h, dv = view.pages.shape[1], view.layout.values.width
     count = hq // h * s
     if count > FUSED_QUERIES:
         return reference.attend(
@@ -128,14 +145,44 @@ def attend(
         )  # fmt: skip
     if b * count == 0:
         return np.zeros((b, hq, s, dv), q.dtype)
-    plan, room, keys, values, extra, tables, _ = _prepare(view.layout, count, coefficients)
+    prepared = prepare(view.layout, count, coefficients)
     unit = scale / softcap if softcap else scale * LOG2E
-    if plan.key_spec.kind in (KIND_SKETCH, KIND_LATENTS):
+    if prepared.plan.key_spec.kind in (KIND_SKETCH, KIND_LATENTS):
         q, unit = q.reshape(b, h, count, d) * np.float32(unit), 1.0
         q = q.astype(np.float32, order="C", copy=False)
+        tables = prepared.tables
         sketch = latents.pack_rows(q) if tables is None else np.ascontiguousarray(q @ tables[0])
     else:
         q, sketch = np.ascontiguousarray(q), _LATER
+    logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
+    out = run(prepared, view, q, sketch, unit, s, count, limits, bias, softcap, logits)
+    return out.reshape(b, hq, s, dv).astype(given.dtype, copy=False)
+
+
+def run(
+    prepared: Prepared,
+    view: CacheView,
+    q: Any,
+    sketch: Any,
+    unit: float,
+    s: int,
+    count: int,
+    limits: Any,
+    bias: Any,
+    softcap: float | None,
+    logits: Any = _NO_LOGITS,
+    skip: Any = None,
+    sums: Any = _NO_SUMS,
+    work: int = 1,
+) -> Any:
+    """Attention of `count` queries a head: float32 (b, h, count, dv); `q`, `sketch` and `skip` as in :class:`Inputs`.
+
+    `sums` (b, h, count) float32 is filled with the log2 of the queries' sums, unless it is empty; `work` says how many
+    times the usual number of products a token takes.
+    """
+    plan = prepared.plan
+    b, h, capacity, step = view.pages.shape
+    d, dv = plan.key_spec.width, plan.value_spec.width
     # What is named here is kept until the kernels, which get addresses, are done.
     if limits is not None:
         limits = np.ascontiguousarray(limits, np.int64)
@@ -149,23 +196,23 @@ def attend(
     runs = _run_count(tokens, b * h)
     bias_shape = (0, 0, 0, 0) if bias is None else bias.shape
     inputs = Inputs(
-        address(q), _TYPES[q.dtype], address(sketch), sketch.nbytes // (b * h), extra, keys, values,
-        0 if limits is None else address(limits), s, count, runs, b,
-        0 if bias is None else address(bias), bias_shape[1], bias_shape[3],
+        address(q), _TYPES[q.dtype], address(sketch), sketch.nbytes // (b * h), prepared.extra, prepared.keys,
+        prepared.values, 0 if limits is None else address(limits), 0 if skip is None else address(skip),
+        s, count, runs, b, 0 if bias is None else address(bias), bias_shape[1], bias_shape[3],
         address(pages), h, capacity, step, at, address(sink_k), address(sink_v), sink_k.shape[2], at + 8 * b,
         address(window_k), address(window_v), window_k.shape[2], at + 16 * b, at + 24 * b,
     )  # fmt: skip
-    logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
     out = np.empty((b, h, count, dv), np.float32)
-    fixed = (inputs, plan, np.float32(unit), float(softcap or 0), room)
-    if get_num_threads() == 1 or b * hq * s * (tokens + window_k.shape[2]) * (d + dv) < THREADED_WORK:
-        run_parts(attend_parts, b * h * runs, *fixed, _LATER_STATES, _LATER_STATES, logits, out, threads=1)
+    fixed = (inputs, plan, np.float32(unit), float(softcap or 0), prepared.room)
+    products = b * h * count * (tokens + window_k.shape[2]) * (d + dv) * work
+    if get_num_threads() == 1 or products < THREADED_WORK:
+        run_parts(attend_parts, b * h * runs, *fixed, _LATER_STATES, _LATER_STATES, logits, sums, out, threads=1)
     else:
         states = np.empty((b, h, runs, count, 2), np.float32)
         mixes = np.empty((b, h, runs, count, dv), np.float32)
-        run_parts(attend_parts, b * h * runs, *fixed, states, mixes, logits, _LATER)
-        join_parts(states, mixes, logits, s, out)
-    return out.reshape(b, hq, s, dv).astype(given.dtype, copy=False)
+        run_parts(attend_parts, b * h * runs, *fixed, states, mixes, logits, sums, _LATER)
+        join_parts(states, mixes, logits, s, sums, out)
+    return out
 
 
 def _run_count(tokens: int, heads: int) -> int:

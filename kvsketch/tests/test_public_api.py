@@ -26,8 +26,8 @@ LIGHT = (
     *("palu", "rotation", "storage", "testing"),
 )
 #: Modules of functions on arrays, and those of their functions that take no array.
-ARRAY_MODULES = ("attention", "bitpack", "kivi", "pages", "qjl", "rotation")
-NO_ARRAYS = {"bitpack.packed_bytes", "rotation.draw_projection", "rotation.hadamard_block"}
+ARRAY_MODULES = ("attention", "bitpack", "kivi", "pages", "palu", "qjl", "rotation")
+NO_ARRAYS = {"bitpack.packed_bytes", "palu.check_latent_codec", "rotation.draw_projection", "rotation.hadamard_block"}
 
 
 def public_modules() -> Iterator[ModuleType]:
