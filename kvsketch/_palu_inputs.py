@@ -14,7 +14,8 @@ from kvsketch._checks import check_integer
 class Reconstruction:
     """The matrices that turn a slice's latents back into keys and values of its heads.
 
-    Make it once a layer and slice: engines keep what they derive from it. Numbers are kept as float32.
+    Make it once a layer and slice, and anew when a matrix changes: engines keep what they derive from it. Numbers are
+    kept as float32.
 
     Parameters
     ----------
