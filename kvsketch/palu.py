@@ -96,6 +96,8 @@ def attend(
     softcap : positive, optional
     coefficients
         What an engine may round the weights of quantized value latents to; see :func:`kvsketch.attention.attend`.
+    engine
+        By default that of the caches.
 
     Returns
     -------
@@ -124,7 +126,7 @@ def attend(
     limits = held.positions.limits(s, held.lengths)
     limits = None if limits is None else namespace(q).asarray(limits)
     bias = None if mask is None else held.positions.bias(mask, s, hq)
-    run = implementation("palu.attend", q, engine=engine)
+    run = implementation("palu.attend", q, engine=caches[0].engine if engine is None else engine)
     share, out = hq // len(caches), []
     for i, (cache, slice_matrices) in enumerate(zip(caches, matrices, strict=True)):
         own, kept = slice(i * share, (i + 1) * share), slice(i * heads, (i + 1) * heads)

@@ -155,11 +155,11 @@ def attend(
     else:
         q, sketch = np.ascontiguousarray(q), _LATER
     logits = _NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
-    out = run(prepared, view, q, sketch, unit, s, count, limits, bias, softcap, logits)
+    out = attend_prepared(prepared, view, q, sketch, unit, s, count, limits, bias, softcap, logits)
     return out.reshape(b, hq, s, dv).astype(given.dtype, copy=False)
 
 
-def run(
+def attend_prepared(
     prepared: Prepared,
     view: CacheView,
     q: Any,

@@ -186,7 +186,6 @@ def constant_bytes(spec: SideSpec) -> int:
 
 #: Where a score kernel finds, in bytes of its last argument, the address of packed queries.
 QUERIES_AT = 0
-_NONE = np.zeros(ROWS, np.float32)
 
 
 def score_scratch(spec: SideSpec) -> int:

@@ -131,7 +131,7 @@ def attend(
         packed, work = pack_rows(scaled), max(1, len(matrices.up_k) // count)
     skip = None if first is None else np.ascontiguousarray(first.counts, np.int64)
     sums = np.empty((b, 1, count), np.float32)
-    mixed = attention.run(
+    mixed = attention.attend_prepared(
         prepared, view, scaled, packed, 1.0, s, count, limits, bias, softcap, skip=skip, sums=sums, work=work
     )
     del kept  # what the kernels had addresses of

@@ -33,6 +33,7 @@ from kvsketch.numba_cpu.latents import (
 )
 from kvsketch.numba_cpu.simd import (
     divide,
+    floats,
     load_float,
     load_floats,
     load_long,
@@ -83,8 +84,6 @@ def rebuild_scratch(spec: SideSpec, d: int, rotary: int) -> int:
 @intrinsic
 def _square_root(_context: Any, x: Any) -> Any:
     """The square root of each number."""
-    from kvsketch.numba_cpu.simd import floats
-
     kind = VECTORS["float32"]
     return operation(floats(floats), lambda b, x: emit_call(b, f"llvm.sqrt.v{LANES}f32", kind, [x]))
 

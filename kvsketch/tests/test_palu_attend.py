@@ -209,6 +209,14 @@ def test_scale_and_softcap(first, engine):
 
 
 @per_engine
+@pytest.mark.parametrize("s", [1, 9])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_bias_without_rope_counts_where_first_tokens_are_exact(softcap, s, engine):
+    """It adds the same to the scores of all latents, which softmax would take out again but for the first tokens."""
+    check(make_layer(bias=True, first=2), engine, ratio=2, s=s, softcap=softcap)
+
+
+@per_engine
 def test_a_query_that_sees_nothing_gives_zeros(engine):
     layer = make_layer(b=2, n=64, rotary=16, first=1)
     mask = np.ones((2, 1, 2, 64), bool)
