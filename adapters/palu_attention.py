@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,6 +19,8 @@ from kvsketch.adapters.attention_function import check_supported
 from kvsketch.adapters.palu_cache import PaluCache
 from kvsketch.adapters.palu_models import AttentionLayer
 from kvsketch.adapters.palu_plan import LayerFactors, LayerPlan
+from kvsketch.adapters.torch_dlpack import array_from_tensor
+from kvsketch.palu import KeyNorm, Reconstruction
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class NewTokens:
 
 
 class FirstTokens(NamedTuple):
-    """First tokens of rows among new ones: (t,) rows, columns and places in their row, true keys and values (t, h, d)."""
+    """First tokens among new ones: (t,) rows, columns and places in their rows, true keys and values (t, h, d)."""
 
     rows: torch.Tensor
     columns: torch.Tensor
@@ -139,7 +142,8 @@ class PaluAttention(torch.nn.Module):
         new = self._read(hidden_states, position_embeddings, position_ids)
         if isinstance(cache, PaluCache):
             check_supported(self, **kwargs)
-            context = cache.latent_layer(self.layer_idx).attend_latents(self, new, attention_mask)
+            layer: Any = cache.latent_layer(self.layer_idx)
+            context = layer.attend_latents(self, new, attention_mask)
         else:
             context = self._attend_rebuilt(new, attention_mask, cache, kwargs)
         return self.o_proj(context), None
@@ -200,7 +204,8 @@ class PaluAttention(torch.nn.Module):
         """
         plan, heads = self.plan, self.plan.slice_heads
         b, s = new.hidden.shape[:2]
-        keys = values = None
+        keys: Any = None
+        values: Any = None
         if not plan.fold_keys:
             keys = _rebuild(new.key_latents, [self.up("k", i) for i in range(plan.slices)])
             keys = keys if self.key_bias is None else keys + self.key_bias
@@ -223,6 +228,27 @@ class PaluAttention(torch.nn.Module):
             parts.append((q, *(x.expand(b, s, heads, -1).transpose(1, 2) for x in (k, v))))
         return parts
 
+    def reconstructions(self) -> list[Reconstruction]:
+        """The matrices of each slice for :func:`kvsketch.palu.attend`."""
+        plan = self.plan
+        biases: list[Any] = [None] * plan.slices
+        if self.key_bias is not None:
+            biases = [_array(x) for x in self.key_bias.split(plan.slice_heads * self.d)]
+        return [
+            Reconstruction(
+                plan.slice_heads,
+                _array(self.up("k", i)),
+                None if plan.fold_values else _array(self.up("v", i)),
+                biases[i],
+            )
+            for i in range(plan.slices)
+        ]
+
+    def key_norm(self) -> KeyNorm | None:
+        """The norm of rebuilt keys for :func:`kvsketch.palu.attend`."""
+        norm = self.k_norm
+        return None if norm is None else KeyNorm(_array(norm.weight), float(norm.variance_epsilon))
+
     def latent_queries(self, new: NewTokens, number: int) -> torch.Tensor:
         """Queries (b, heads, s, r) of slice `number` that its latents are scored by, where there is no RoPE."""
         if self.plan.fold_keys:
@@ -233,7 +259,7 @@ class PaluAttention(torch.nn.Module):
         return q @ up
 
     def values_of_latents(self, latents: torch.Tensor, number: int) -> torch.Tensor:
-        """What attention of slice `number` gives, (b, heads, s, d), from its latents' (b, heads, s, r); folded: these."""
+        """What attention of slice `number` gives, (b, heads, s, d), from latents (b, heads, s, r); folded: these."""
         if self.plan.fold_values:
             return latents
         up = self.up("v", number).unflatten(0, (-1, self.d)).repeat_interleave(self.num_key_value_groups, 0)
@@ -267,6 +293,11 @@ def apply_rope(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torc
 def _rebuild(latents: Sequence[torch.Tensor], ups: Sequence[torch.Tensor]) -> torch.Tensor:
     """(b, s, h * d) of latents (b, s, r) of each slice."""
     return torch.cat([x @ up.T for x, up in zip(latents, ups, strict=True)], -1)
+
+
+def _array(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """`x` in float32, as an array of the host."""
+    return array_from_tensor("weight", x.float())
 
 
 def _update_dense(
@@ -308,4 +339,3 @@ def _places(mask: torch.Tensor | None, past: int, new: int) -> torch.Tensor | No
         seen = visible.any(2).any(1)
     places = torch.where(seen, seen.cumsum(1) - 1, -1)
     return places[:, past:]
-

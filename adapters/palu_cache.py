@@ -13,11 +13,11 @@ from kvsketch.adapters.attention_function import attend_rows_alone, dense_attent
 from kvsketch.adapters.layers import SPARE_TOKENS, CompressedLayer
 from kvsketch.adapters.palu_rope import RopeTable
 from kvsketch.adapters.palu_store import LatentStore
-from kvsketch.adapters.palu_tiles import attend_store
 from kvsketch.adapters.torch_dlpack import array_from_tensor, tensor_from_array
 from kvsketch.adapters.transformers_cache import CompressedCache, decoder_config
 from kvsketch.codecs import Codec, Exact, TokenInts
 from kvsketch.methods import LayerSettings, Method
+from kvsketch.palu import Reconstruction, Rope, attend
 
 if TYPE_CHECKING:
     from kvsketch.adapters.padding import Step
@@ -36,10 +36,15 @@ def latent_codec(bits: int | None, group: int | None = None) -> Codec:
 
 
 class PaluLayer(CompressedLayer):
-    """Latents of one full-attention layer, which its :class:`~kvsketch.adapters.palu_attention.PaluAttention` brings."""
+    """Latents of one full-attention layer, brought by :class:`~kvsketch.adapters.palu_attention.PaluAttention`."""
 
     store: Any
     owner: Any
+    _matrices: list[Reconstruction] | None = None
+
+    def __init__(self, store: LatentStore, owner: PaluCache) -> None:
+        # A LatentStore does all that a layer asks of a Cache.
+        super().__init__(store, owner)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaluLayer:
         self.check_ready()
@@ -84,7 +89,10 @@ class PaluLayer(CompressedLayer):
             owner.rope.append(new.rope, new.position_ids, batch=b, past=past)
         held = store.lengths if past else np.zeros(b, dtype=np.int64)
         store.append(
-            *([array_from_tensor("latents", x[:, None]) for x in side] for side in (new.key_latents, new.value_latents)),
+            *(
+                [array_from_tensor("latents", x[:, None]) for x in side]
+                for side in (new.key_latents, new.value_latents)
+            ),
             valid=step.valid,
         )
         self.is_initialized = True
@@ -92,7 +100,9 @@ class PaluLayer(CompressedLayer):
         if first is not None:
             kept = (array_from_tensor(name, getattr(first, name)) for name in ("rows", "places", "keys", "values"))
             store.keep_first(*kept)
-        out = self._attend_first_forward(module, new, first, step, mask) if not past else self._attend(module, new, step)
+        out = (
+            self._attend_first_forward(module, new, first, step, mask) if not past else self._attend(module, new, step)
+        )
         if s > SPARE_TOKENS:
             store.flush(spare=SPARE_TOKENS)
         return out
@@ -114,15 +124,43 @@ class PaluLayer(CompressedLayer):
     def _attend(self, module: PaluAttention, new: NewTokens, step: Step) -> torch.Tensor:
         """Attention over the stored latents."""
         b, s = new.hidden.shape[:2]
-        if module.has_rope or module.first_tokens:
-            return attend_store(module, self.store, new, step, self.owner.rope)
-        # Queries of latents against latents: each slice's cache attends by itself, as one head.
+        if not module.has_rope and not module.first_tokens:
+            outputs = [self._attend_as_one_head(module, new, step, i) for i in range(module.plan.slices)]
+        else:
+            outputs = self._attend_rebuilding(module, new, step)
+        return torch.cat([x.transpose(1, 2).reshape(b, s, -1) for x in outputs], -1)
+
+    def _attend_as_one_head(self, module: PaluAttention, new: NewTokens, step: Step, number: int) -> torch.Tensor:
+        """Without RoPE: queries of latents against latents, a slice's cache by itself; (b, heads, s, width)."""
+        q = array_from_tensor("query", module.latent_queries(new, number))
+        latents = self.store.slices[number].attend(q, mask=step.mask, scale=module.scaling)
+        return module.values_of_latents(tensor_from_array(latents), number)
+
+    def _attend_rebuilding(self, module: PaluAttention, new: NewTokens, step: Step) -> list[torch.Tensor]:
+        """Keys rebuilt a tile at a time: (b, heads, s, width) of all slices, or of each where values stay latents."""
+        if self._matrices is None:
+            self._matrices = module.reconstructions()
+        store, rope, valid = self.store, self.owner.rope, self.owner.padding.valid
+        options = {
+            "rope": Rope(rope.cos, rope.sin) if module.has_rope else None,
+            "positions": rope.compact(None if valid is None else valid.numpy()) if module.has_rope else None,
+            "key_norm": module.key_norm(),
+            "first": store.first(),
+            "mask": step.mask,
+            "scale": module.scaling,
+            "engine": self.owner.options["engine"],
+        }
+        q = array_from_tensor("query", new.queries[0])
+        if not module.plan.fold_values:
+            return [tensor_from_array(attend(q, store.slices, self._matrices, **options))]
+        heads = module.slice_query_heads
         outputs = []
-        for i, cache in enumerate(self.store.slices):
-            q = module.latent_queries(new, i)
-            latents = cache.attend(array_from_tensor("query", q), mask=step.mask, scale=module.scaling)
-            outputs.append(module.values_of_latents(tensor_from_array(latents), i).transpose(1, 2).reshape(b, s, -1))
-        return torch.cat(outputs, -1)
+        for i, (cache, matrices) in enumerate(zip(store.slices, self._matrices, strict=True)):
+            own = slice(i * heads, (i + 1) * heads)
+            if step.mask is not None and step.mask.shape[1] > 1:
+                options["mask"] = step.mask[:, own]
+            outputs.append(tensor_from_array(attend(q[:, own], [cache], [matrices], **options)))
+        return outputs
 
 
 class PaluCache(CompressedCache):

@@ -91,7 +91,7 @@ def calibrate(
     tokenizer: Any,
     text: str,
     *,
-    settings: CalibrationSettings = CalibrationSettings(),  # noqa: B008  (a frozen dataclass)
+    settings: CalibrationSettings = CalibrationSettings(),
     file: str | os.PathLike[str] | None = None,
     progress: Progress = lambda description, completed, total: None,
 ) -> Calibration:

@@ -40,7 +40,7 @@ class Conversion:
         return sum(module_nbytes(module) for module in self.attention_modules(model))
 
     def cache_nbytes(self, model: Any, tokens: int) -> int:
-        """Live bytes of a :class:`~kvsketch.adapters.palu_cache.PaluCache` of one unpadded row of `tokens` tokens, every full page encoded."""
+        """Live bytes of a PaluCache of one unpadded row of `tokens` tokens, every full page encoded."""
         settings, modules = self.settings, self.attention_modules(model)
         codec = latent_codec(settings.latent_bits, settings.latent_group)
         latents = sum(

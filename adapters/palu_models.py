@@ -109,12 +109,12 @@ def _read_rope_layer(model: Any, index: int) -> AttentionLayer:
     q, k, v, o = (
         Projection(getattr(attention, side), slice(None)) for side in ("q_proj", "k_proj", "v_proj", "o_proj")
     )
-    norms = {side: getattr(attention, side, None) for side in ("q_norm", "k_norm")}
     return AttentionLayer(
         *(index, owner, "self_attn", q, k, v, o),
         *(config.num_attention_heads, config.num_key_value_heads, d, attention.scaling),
         rope=True,
-        **norms,
+        q_norm=getattr(attention, "q_norm", None),
+        k_norm=getattr(attention, "k_norm", None),
     )
 
 

@@ -52,7 +52,9 @@ class RopeTable:
         """Add s tokens at `position_ids` (b or 1, s) with the cosines and sines (b or 1, s, rotary) of `rope`."""
         s = rope[0].shape[1]
         if position_ids is None:
-            raise ValueError("the model gave its attention no position_ids; a PaluCache needs them to turn keys by RoPE")
+            raise ValueError(
+                "the model gave its attention no position_ids; a PaluCache needs them to turn keys by RoPE"
+            )
         if position_ids.ndim != 2 or position_ids.shape[1] != s or bool((position_ids < 0).any()):
             raise ValueError(
                 f"position_ids must be (b, {s}) and not negative, got shape {tuple(position_ids.shape)} with "

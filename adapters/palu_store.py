@@ -17,6 +17,7 @@ from kvsketch.cache import Cache
 from kvsketch.codecs import Codec
 from kvsketch.layout import page_layout
 from kvsketch.methods import LayerSettings
+from kvsketch.palu import FirstTokens
 
 
 class LatentStore:
@@ -53,7 +54,7 @@ class LatentStore:
         return f"LatentStore({self.name!r}, {len(self.slices)} slices, length={self.length})"
 
     def _forget_first(self) -> None:
-        #: (b, first_tokens, h, d): true keys, after RoPE, and true values of each row's first tokens.
+        #: (b, h, first_tokens, d): true keys, after RoPE, and true values of each row's first tokens.
         self.first_keys: np.ndarray[Any, Any] | None = None
         self.first_values: np.ndarray[Any, Any] | None = None
 
@@ -70,10 +71,16 @@ class LatentStore:
     def keep_first(self, rows: Any, places: Any, keys: Any, values: Any) -> None:
         """Keep true keys and values (t, h, d) of the tokens at `places` (t,) of `rows` (t,), which were appended."""
         if self.first_keys is None or self.first_values is None:
-            shape = (self.batch, self.first_tokens, self.heads, self.d)
+            shape = (self.batch, self.heads, self.first_tokens, self.d)
             self.first_keys, self.first_values = np.zeros(shape, keys.dtype), np.zeros(shape, values.dtype)
-        self.first_keys[rows, places] = keys
-        self.first_values[rows, places] = values
+        self.first_keys[rows, :, places] = keys
+        self.first_values[rows, :, places] = values
+
+    def first(self) -> FirstTokens | None:
+        """What is kept of first tokens."""
+        if self.first_keys is None or self.first_values is None:
+            return None
+        return FirstTokens(self.first_keys, self.first_values, self.first_counts)
 
     def flush(self, *, spare: int = 0) -> None:
         for cache in self.slices:

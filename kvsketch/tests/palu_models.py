@@ -40,7 +40,8 @@ def palu_model(name: str, **changes: Any) -> Any:
 
 def plain(keep: float = 1.0, **changes: Any) -> PaluSettings:
     """A recipe without calibration, in small blocks."""
-    return PaluSettings(**({"keep": keep, "factors": "plain", "ranks": "uniform", "block": 8} | changes))
+    settings: dict[str, Any] = {"keep": keep, "factors": "plain", "ranks": "uniform", "block": 8} | changes
+    return PaluSettings(**settings)
 
 
 def converted(name: str, keep: float = 1.0, *, model_changes: dict[str, Any] | None = None, **changes: Any) -> Any:

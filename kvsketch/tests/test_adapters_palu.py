@@ -42,7 +42,7 @@ def test_full_rank_is_the_dense_model(name: str, granularity: str, first_tokens:
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_rotation_folds_and_granularity_change_a_cut_model_by_rounding_only(name: str) -> None:
-    """Per head the up factors are folded away; the same factors unfolded, since first tokens are kept, give the same."""
+    """Per head the up factors are folded away; the same factors unfolded, as for exact first tokens, give the same."""
     ids = random_prompt(2, 40)
     plainly = converted(name, 0.5, granularity="head", first_tokens=0)
     rotated = converted(name, 0.5, granularity="head", first_tokens=0, rotate=True)

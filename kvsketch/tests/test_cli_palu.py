@@ -1,4 +1,4 @@
-"""``kvsketch palu`` on a tiny model: what it writes and prints, one clear line for every mistake, nothing half-written."""
+"""``kvsketch palu`` on a tiny model: what it writes and prints, one clear line a mistake, nothing half-written."""
 
 from __future__ import annotations
 
