@@ -79,7 +79,8 @@ def convert(
     model
         One of :data:`kvsketch.adapters.palu.SUPPORTED`, as transformers loads it.
     calibration
-        What :func:`~kvsketch.adapters.palu.calibrate` gathered; not needed for plain factors with ranks that do not use Fisher information.
+        What :func:`~kvsketch.adapters.palu.calibrate` gathered; not needed for plain factors with ranks that do
+        not use Fisher information.
     settings
         The recipe.
     progress

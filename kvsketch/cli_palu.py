@@ -111,6 +111,26 @@ def palu(
         typer.echo(f"Wrote {report}")
 
 
+def parse_palu_method(method: str, residual_length: int | None, sink_tokens: int | None) -> dict[str, Any] | None:
+    """Options of a cache of latents that `method` names: ``palu`` (as converted), ``palu-exact`` or ``palu-BITS``.
+
+    None for a method of another kind.
+    """
+    name, _, bits = method.partition("-")
+    if name != "palu":
+        return None
+    for option, value in (("--residual-length", residual_length), ("--sink-tokens", sink_tokens)):
+        if value is not None:
+            fail(f"{option} {value}: method {method} has none; first tokens are chosen by kvsketch palu --first-tokens")
+    if method == name:
+        return {}
+    if bits == "exact":
+        return {"latent_bits": None}
+    if not bits.isdecimal():
+        fail(f"--method {method}: give palu, palu-exact or palu-BITS, for instance palu-3")
+    return {"latent_bits": int(bits)}
+
+
 def _checked(kind: Any, **arguments: Any) -> Any:
     """``kind(**arguments)``; an argument that it refuses is named as the option that it came from."""
     try:

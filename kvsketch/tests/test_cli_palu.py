@@ -173,3 +173,43 @@ def test_an_interrupted_conversion_leaves_nothing(
         cli.app, ["palu", str(folder), str(tmp_path / "out"), "--factors", "plain", "--block", "8", "--threads", "1"]
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def generate(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, ["generate", *(str(a) for a in arguments), "--threads", "1"])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.mark.parametrize(("method", "name"), [("palu", "palu-0.5-4bit"), ("palu-8", "palu-0.5-8bit")])
+def test_generate_takes_a_converted_folder(method: str, name: str, converted: tuple[str, Path, dict[str, Any]]) -> None:
+    out = converted[1] / "out"
+    result = generate("a = b", "--raw", "--model", out, "--method", method, "--max-new-tokens", 6)
+    answer, closing = result.output.rstrip("\n").rsplit("\n", 1)
+    model, tokenizer = palu.load(out), transformers.AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("a = b", return_tensors="pt")["input_ids"]
+    new = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    # Fewer tokens than a page: nothing is encoded yet, so a dense cache of the same model gives the same.
+    assert answer.rstrip("\n") == tokenizer.decode(new, skip_special_tokens=True).rstrip("\n")
+    assert f"{name} cache of {ids.shape[1] + 5} tokens" in closing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--method", "palu-"), ("palu-exact or palu-BITS",)),
+        (("--method", "palu-5"), ("--method", "bits must be one of")),
+        (("--method", "palu", "--sink-tokens", "4"), ("--sink-tokens 4", "--first-tokens")),
+    ],
+)
+def test_methods_of_latents_that_do_not_exist(
+    arguments: tuple[str, ...], parts: tuple[str, ...], converted: tuple[str, Path, dict[str, Any]]
+) -> None:
+    (line,) = generate("a", "--model", converted[1] / "out", *arguments, code=2).stderr.splitlines()
+    for part in parts:
+        assert part in line
+
+
+def test_a_model_that_is_not_converted_has_no_latents(folder: Path) -> None:
+    (line,) = generate("a", "--model", folder, "--method", "palu", code=2).stderr.splitlines()
+    assert "--method: LlamaForCausalLM is not converted by Palu" in line
