@@ -30,9 +30,8 @@ from kvsketch.numba_cpu.emit import (
     emit_splat,
     emit_store,
 )
-from kvsketch.numba_cpu.float16 import half_to_float
 from kvsketch.numba_cpu.integers import CODES, GROUP, GROUPS, SCALE, TOKENS, WIDTH, ZERO
-from kvsketch.numba_cpu.simd import load_floats, load_long, load_word, operation, store_float, store_floats
+from kvsketch.numba_cpu.simd import load_floats, load_halves, load_long, operation, store_float, store_floats
 
 #: Tokens of a tile, and bytes of one of its rows.
 SPAN = 64
@@ -150,24 +149,27 @@ def make_spread_pages(bits: int) -> Any:
         tokens, group, groups = load_long(spec + TOKENS), load_long(spec + GROUP), load_long(spec + GROUPS)
         blocks = (load_long(spec + WIDTH) + BLOCK - 1) // BLOCK
         zeros = constants + PITCH * groups
-        for t in range(count):
-            record, inside = page + (first + t) // tokens * step, (first + t) % tokens
+        for start in range(0, count, 32):
+            record, inside = page + (first + start) // tokens * step, (first + start) % tokens
             for part in range(groups):
-                at = record + 2 * (part * tokens + inside)
-                store_float(constants + PITCH * part + 4 * t, half_to_float(load_word(at + load_long(spec + SCALE))))
-                store_float(zeros + PITCH * part + 4 * t, half_to_float(load_word(at + load_long(spec + ZERO))))
+                at, target = record + 2 * (part * tokens + inside), PITCH * part + 4 * start
+                for t in range(0, 32, LANES):
+                    store_floats(constants + target + 4 * t, load_halves(at + load_long(spec + SCALE) + 2 * t))
+                    store_floats(zeros + target + 4 * t, load_halves(at + load_long(spec + ZERO) + 2 * t))
         for block in range(blocks):
             g0, g1 = min(BLOCK * block // group, groups - 1), min((BLOCK * block + 8) // group, groups - 1)
             g2, g3 = min((BLOCK * block + 16) // group, groups - 1), min((BLOCK * block + 24) // group, groups - 1)
             s0, s1, s2, s3 = PITCH * g0, PITCH * g1, PITCH * g2, PITCH * g3
-            for t in range(0, count, depth):
-                record, inside = page + (first + t) // tokens * step, (first + t) % tokens
+            for start in range(0, count, 32):
+                record, inside = page + (first + start) // tokens * step, (first + start) % tokens
                 codes = record + load_long(spec + CODES) + (block * tokens + inside) // depth * unit
-                a, z = constants + 4 * t, zeros + 4 * t
-                spread_unit(
-                    codes, (a + s0, a + s1, a + s2, a + s3), (z + s0, z + s1, z + s2, z + s3),
-                    tile + PITCH * BLOCK * block + 4 * t,
-                )  # fmt: skip
+                for t in range(start, start + 32, depth):
+                    a, z = constants + 4 * t, zeros + 4 * t
+                    spread_unit(
+                        codes, (a + s0, a + s1, a + s2, a + s3), (z + s0, z + s1, z + s2, z + s3),
+                        tile + PITCH * BLOCK * block + 4 * t,
+                    )  # fmt: skip
+                    codes += unit
 
     return spread
 
