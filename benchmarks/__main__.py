@@ -125,6 +125,56 @@ def decode(
 
 
 @app.command()
+def palu(
+    tokens: Annotated[str, typer.Option(help="Cached tokens.")] = "4096,8192,16384,32768,65536",
+    d: Annotated[int, typer.Option("--d", help="Head size: a multiple of 64.")] = 64,
+    heads: Annotated[str, typer.Option(help="Query and key/value heads.")] = "9,3",
+    slice_heads: Annotated[int, typer.Option(help="Key/value heads of a slice.")] = 3,
+    keep: Annotated[float, typer.Option(help="Share of the numbers that latents keep.")] = 0.5,
+    threads: ThreadsOption = 1,
+    rounds: RoundsOption = None,
+    quick: QuickOption = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Time a decode step's attention over latents, with and without RoPE, against dense keys and kivi-2."""
+    writable("--json", json_file)
+    from benchmarks.palu import RIVAL, Latents, break_even, measure_palu
+
+    counts = numbers("--heads", heads)
+    if len(counts) != 2 or counts[0] % counts[1] or counts[1] % slice_heads or not 0 < keep <= 1:
+        fail(f"--heads, --slice-heads and --keep do not fit together: {heads}, {slice_heads}, {keep}")
+    kinds = [Latents(keep, slice_heads, bits) for bits in ((3,) if quick else (3, None))]
+    lengths = numbers("--tokens", "4096,32768" if quick else tokens)
+    machine, rows = describe_machine(), []
+    with progress_bar() as progress:
+        for n in lengths:
+            count = rounds or (QUICK_ROUNDS // 2 if quick else QUICK_ROUNDS)
+            rows += measure_palu(Shape(n, d, *counts), kinds, rounds=count, threads=threads, progress=progress)
+    print_heading("One decode step's attention over latents, caches flushed", machine)
+    shown = ("dense fp32", "dense bf16", RIVAL)
+    print_rows([row for row in rows if row.kind != "memory"], {name: name for name in (*shown, "product")})
+    print_notes(
+        "dense, kivi-2: how many times faster than our dense Numba kernel, and than kivi-2; product: the time of the "
+        "matrix product that rebuilds all keys, by NumPy, over that of the whole step."
+    )
+    names = list(dict.fromkeys(row.name for row in rows if row.kind == "palu"))
+    crossings = {}
+    for name in names:
+        found = [row for row in rows if row.name == name]
+        crossings[name] = {
+            rival: break_even([row.shape.n for row in found], [row.ratios[rival].median for row in found])
+            for rival in shown
+        }
+    print_heading("Tokens from which on latents are faster, interpolated", machine)
+    beyond = f"above {max(lengths)}"
+    print_table(
+        ("what", *shown),
+        [(name, *(beyond if x is None else f"{x:.0f}" for x in found.values())) for name, found in crossings.items()],
+    )
+    finish(json_file, document("palu", machine, rows=rows, break_even=crossings))
+
+
+@app.command()
 def encode(
     tokens: Annotated[int, typer.Option(help="Tokens to encode.")] = ANCHOR.n,
     d: Annotated[int, typer.Option("--d", help="Head size.")] = 128,

@@ -10,7 +10,7 @@ from kvsketch._dispatch import engine_for
 from kvsketch.attention import CacheView, attend
 from kvsketch.bitpack import pack_codes, pack_signs, unpack_codes, unpack_signs
 from kvsketch.cache import Cache
-from kvsketch.codecs import Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.environment import show_config
 from kvsketch.kivi import GroupedCodes, dequantize_groups, key_scores, quantize_groups, weighted_values
 from kvsketch.layout import page_layout
@@ -31,6 +31,7 @@ __all__ = [
     "Projection",
     "SignSketch",
     "SketchedKeys",
+    "TokenInts",
     "attend",
     "bounds",
     "decode_keys",

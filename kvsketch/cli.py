@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsketch._attend import COEFFICIENTS
+from kvsketch.cli_palu import palu, parse_palu_method
 from kvsketch.cli_validate import validate
 from kvsketch.console import (
     DTYPES,
@@ -65,7 +66,13 @@ def main() -> None:
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask, or with --raw the text to continue.", show_default=False)],
     model: ModelOption = "smollm2",
-    method: Annotated[str, typer.Option(help="Compression method; kvsketch compare --help says more.")] = "kivi-2",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Compression method; kvsketch compare --help says more. For a model that kvsketch palu converted also "
+            "palu, palu-exact or palu-BITS."
+        ),
+    ] = "kivi-2",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     residual_length: ResidualOption = None,
     sink_tokens: SinkOption = None,
@@ -79,14 +86,21 @@ def generate(
         fail("PROMPT is empty; give a question or a text")
     at_least(1, "--max-new-tokens", max_new_tokens)
     one_of(COEFFICIENTS, "--coefficients", coefficients)
-    chosen = parse_method("--method", method, residual_length, sink_tokens)
+    latents = parse_palu_method(method, residual_length, sink_tokens)
+    chosen = parse_method("--method", method, residual_length, sink_tokens) if latents is None else None
     language_model, tokenizer = load_language_model(model, dtype, threads)
+    from kvsketch.adapters.palu import PaluCache
     from kvsketch.adapters.transformers_cache import CompressedCache
     from kvsketch.evaluation import cache_argument, warm_up
 
-    with preparing(chosen), user_errors("--method"):
-        warm_up(language_model, chosen, coefficients)
-    cache = CompressedCache.for_model(language_model, chosen, coefficients=coefficients)
+    cache: CompressedCache
+    if chosen is None:
+        with user_errors("--method"):
+            cache = PaluCache.for_model(language_model, **(latents or {}))
+    else:
+        with preparing(chosen), user_errors("--method"):
+            warm_up(language_model, chosen, coefficients)
+        cache = CompressedCache.for_model(language_model, chosen, coefficients=coefficients)
     if raw or tokenizer.chat_template is None:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     else:
@@ -110,9 +124,9 @@ def generate(
     smaller, smaller_than_model = (total[f"dense_nbytes_{kind}"] / total["nbytes"] for kind in ("16", "model"))
     typer.echo(
         f"\n{clock.tokens} tokens at {clock.tokens_per_second:.1f} tokens/s, after a prompt of {ids.shape[1]} in "
-        f"{clock.prompt_seconds:.2f} s. {chosen.name} cache of {total['tokens']} tokens: {total['nbytes'] / 1e6:.2f} "
-        f"MB, {total['bits']:.2f} bits a number, {smaller:.1f} times smaller than dense in 16 bits and "
-        f"{smaller_than_model:.1f} times than dense in {dtype}."
+        f"{clock.prompt_seconds:.2f} s. {cache.method.name} cache of {total['tokens']} tokens: "
+        f"{total['nbytes'] / 1e6:.2f} MB, {total['bits']:.2f} bits a number, {smaller:.1f} times smaller than dense in "
+        f"16 bits and {smaller_than_model:.1f} times than dense in {dtype}."
     )
 
 
@@ -244,6 +258,7 @@ def compare(
 
 
 app.command()(validate)
+app.command()(palu)
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """How one side of a cache (its keys or its values) is stored: small frozen settings that validate themselves.
 
 ``Exact`` keeps the numbers, ``SignSketch`` is QJL (arXiv 2406.03482) and holds keys only, ``GroupedInts`` is KIVI
-(arXiv 2402.02750). Their bytes are laid out by :mod:`kvsketch.layout`.
+(arXiv 2402.02750), ``TokenInts`` is for the latents of Palu (arXiv 2407.21118). Their bytes are laid out by
+:mod:`kvsketch.layout`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,33 @@ class GroupedInts:
 
 
 @dataclass(frozen=True)
+class TokenInts:
+    """Asymmetric integers of `bits` bits, grouped along the channels of one token, keys and values alike.
+
+    For latents of a low-rank projection: what a rotation has spread over all of a token's numbers has one scale and
+    zero (`group` None), or one for each `group` of them, a multiple of 8; a last group may be shorter. Keys in their
+    own channels differ from channel to channel and are better held by :class:`GroupedInts`.
+    """
+
+    bits: int = 3
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+        if self.group is None:
+            return
+        check_integer("group", self.group, low=8)
+        if self.group % 8:
+            raise ValueError(f"group must be a multiple of 8, got {self.group}; leave it out for one group a token")
+
+    def check_width(self, side: Side, width: int) -> None:
+        """Every width fits."""
+
+    def page_tokens(self, side: Side) -> int:
+        return 32
+
+
+@dataclass(frozen=True)
 class SignSketch:
     """Signs of an `m`-row random projection and the norm of each key (QJL). Holds keys only.
 
@@ -92,14 +120,19 @@ class SignSketch:
         return 32
 
 
-Codec = Exact | GroupedInts | SignSketch
+Codec = Exact | GroupedInts | TokenInts | SignSketch
 
 #: The name of each codec in text, as in ``keys=ints:bits=2,group=32``.
-CODEC_NAMES: dict[str, Callable[..., Codec]] = {"exact": Exact, "ints": GroupedInts, "sketch": SignSketch}
+CODEC_NAMES: dict[str, Callable[..., Codec]] = {
+    "exact": Exact,
+    "ints": GroupedInts,
+    "latents": TokenInts,
+    "sketch": SignSketch,
+}
 
 
 def codec_name(codec: Codec) -> str:
-    """Short name of a codec's kind: ``"exact"``, ``"ints"`` or ``"sketch"``."""
+    """Short name of a codec's kind: ``"exact"``, ``"ints"``, ``"latents"`` or ``"sketch"``."""
     return next(name for name, kind in CODEC_NAMES.items() if type(codec) is kind)
 
 

@@ -87,20 +87,20 @@ def parse_method(option: str, name: str, residual_length: int | None, sink_token
         return get_method(name).with_settings(residual_length=residual_length, sink_tokens=sink_tokens)
 
 
-def read_text(path: Path | None) -> tuple[str, str]:
-    """The text of `path` and a name for it; without a path, the topics of the manual that every Python has."""
+def read_text(path: Path | None, option: str = "--text") -> tuple[str, str]:
+    """The text of `path`, which `option` named, and a name for it; without a path, the manual that every Python has."""
     if path is None:
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics[name] for name in sorted(topics)), "Python's manual (pydoc_data.topics)"
     if not path.exists():
-        fail(f"--text {path}: there is no such file; give an existing text file")
+        fail(f"{option} {path}: there is no such file; give an existing text file")
     try:
         return path.read_text(encoding="utf-8"), str(path)
     except UnicodeDecodeError as error:
-        fail(f"--text {path}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to UTF-8")
+        fail(f"{option} {path}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to UTF-8")
     except OSError as error:
-        fail(f"--text {path}: cannot be read ({error.strerror}); give a readable text file")
+        fail(f"{option} {path}: cannot be read ({error.strerror}); give a readable text file")
 
 
 def writable(option: str, path: Path | None) -> None:

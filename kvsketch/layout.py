@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES, check_choice, check_integer
-from kvsketch.codecs import Codec, Exact, GroupedInts, Side
+from kvsketch.codecs import Codec, Exact, GroupedInts, Side, TokenInts
 
 LANES = 32
 VECTOR_BYTES = 64
 RECORD_ALIGN = 64
 MAX_WIDTH = 512
+#: The widest latents: those of all heads of a layer together, which `Exact` and `TokenInts` hold.
+MAX_LATENT_WIDTH = 8192
 
-KIND_EXACT, KIND_INTS, KIND_SKETCH = 0, 1, 2
+#: What a kernel finds on a side; integers grouped along a token's channels are `KIND_INTS` on the value side only.
+KIND_EXACT, KIND_INTS, KIND_SKETCH, KIND_LATENTS = 0, 1, 2, 3
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
@@ -122,6 +125,11 @@ class SideLayout:
     nbytes: int
     spec: SideSpec
 
+    @property
+    def by_token(self) -> bool:
+        """Whether groups of integers are channels of one token, not tokens of one channel."""
+        return self.side == "values" or isinstance(self.codec, TokenInts)
+
     def field(self, name: str) -> Field:
         """The field called `name`; KeyError when this codec has none."""
         for f in self.fields:
@@ -170,7 +178,8 @@ def side_layout(side: Side, codec: Codec, tokens: int, width: int, dtype: str = 
     """Layout of one side of a page of `tokens` tokens; raises ValueError when the codec cannot hold it."""
     check_choice("side", side, ("keys", "values"))
     check_choice("dtype", dtype, tuple(FLOAT_DTYPES))
-    check_integer("head size", width, low=1, high=MAX_WIDTH)
+    latents = isinstance(codec, (Exact, TokenInts))
+    check_integer("head size", width, low=1, high=MAX_LATENT_WIDTH if latents else MAX_WIDTH)
     check_integer("tokens", tokens, low=LANES)
     codec.check_width(side, width)
     smallest = codec.page_tokens(side)
@@ -182,21 +191,19 @@ def side_layout(side: Side, codec: Codec, tokens: int, width: int, dtype: str = 
         # float16 and bfloat16 are both two bytes; the bits are stored, so uint16 names them without ml_dtypes.
         wanted.append(("numbers", (tokens, width), "float32" if dtype == "float32" else "uint16"))
         numbers |= {"kind": KIND_EXACT}
-    elif isinstance(codec, GroupedInts):
-        if side == "keys":
-            rows = _round_up(width, unit_rows(codec.bits))
-            groups, shape = 1, (tokens // codec.group, rows)
+    elif isinstance(codec, (GroupedInts, TokenInts)):
+        kind = KIND_INTS
+        if side == "keys" and isinstance(codec, GroupedInts):
+            rows, group = _round_up(width, unit_rows(codec.bits)), codec.group
+            shape = (tokens // group, rows)
             wanted.append(_code_field("codes", tokens, width, codec.bits))
-            group = codec.group
         else:
-            rows = tokens
-            group = min(codec.group, width)
-            groups = -(-width // group)
-            shape = (groups, tokens)
+            rows, group = tokens, min(codec.group or width, width)
+            shape = (-(-width // group), tokens)
             wanted.append(_code_field("codes", width, tokens, codec.bits))
+            kind = KIND_LATENTS if side == "keys" else KIND_INTS
         wanted += [("scale", shape, "float16"), ("zero", shape, "float16")]
-        groups = shape[0]
-        numbers |= {"kind": KIND_INTS, "bits": codec.bits, "group": group, "groups": groups, "rows": rows}
+        numbers |= {"kind": kind, "bits": codec.bits, "group": group, "groups": shape[0], "rows": rows}
     else:
         wanted += [_code_field("codes", tokens, codec.m, 1), ("norms", (tokens,), "float16")]
         channel_dtype = "uint8" if width <= 256 else "uint16"

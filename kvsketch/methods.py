@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from kvsketch._checks import check_integer
-from kvsketch.codecs import CODEC_NAMES, Codec, Exact, GroupedInts, Side, SignSketch
+from kvsketch.codecs import CODEC_NAMES, Codec, Exact, GroupedInts, Side, SignSketch, TokenInts
 from kvsketch.layout import MAX_WIDTH
 
 DEFAULT_RESIDUAL_LENGTH = 32
@@ -21,7 +21,7 @@ def _check_codec(side: Side, codec: object) -> None:
     """Raise TypeError or ValueError unless `codec` is a codec that can hold `side` at some head size."""
     if not isinstance(codec, Codec):
         raise TypeError(
-            f"{side} must be one of {[c.__name__ for c in (Exact, GroupedInts, SignSketch)]}, got {codec!r}"
+            f"{side} must be one of {[c.__name__ for c in (Exact, GroupedInts, TokenInts, SignSketch)]}, got {codec!r}"
         )
     codec.check_width(side, MAX_WIDTH)
 
@@ -116,7 +116,8 @@ def get_method(method: str | Method) -> Method:
     ----------
     method
         A name of :data:`METHODS`, or ``keys=CODEC;values=CODEC[;residual_length=R][;sink_tokens=N]`` where CODEC is
-        ``exact``, ``ints[:bits=2,group=32]`` or ``sketch[:m=256,kind=orthogonal,outliers=8,outlier_m=256,...]``.
+        ``exact``, ``ints[:bits=2,group=32]``, ``latents[:bits=3,group=32]`` (one group a token without `group`) or
+        ``sketch[:m=256,kind=orthogonal,outliers=8,outlier_m=256,...]``.
 
     Raises
     ------
@@ -161,13 +162,14 @@ def _parse_codec(side: str, text: str) -> Codec:
     kind: Callable[..., Codec] = CODEC_NAMES[name]
     types = {f.name: f.type for f in fields(kind)}  # type: ignore[arg-type]
     settings: dict[str, int | str] = {}
+    numbers = ("int", "int | None")
     for part in filter(None, (p.strip() for p in rest.split(","))):
         setting, _, value = (p.strip() for p in part.partition("="))
         if setting not in types:
             raise ValueError(f"codec {name!r} of {side} has no setting {setting!r}; its settings are {list(types)}")
         if setting in settings:
             raise ValueError(f"{side}={text!r} gives {setting!r} twice; give it once")
-        settings[setting] = _parse_integer(setting, value) if types[setting] == "int" else value
+        settings[setting] = _parse_integer(setting, value) if types[setting] in numbers else value
     return kind(**settings)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvsketch.bounds import kivi_bits, sketch_bits
 from kvsketch.cache import Cache
-from kvsketch.codecs import Codec, Exact, GroupedInts
+from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch
 from kvsketch.layout import LANES, RECORD_ALIGN, Side, unit_rows
 from kvsketch.methods import METHODS, LayerSettings, Method
 from kvsketch.statistical_tests import check_at_most
@@ -31,7 +31,7 @@ def formula(side: Side, codec: Codec, width: int) -> float:
     """Bits a number by :func:`kvsketch.bounds.kivi_bits` and :func:`kvsketch.bounds.sketch_bits`."""
     if isinstance(codec, GroupedInts):
         return kivi_bits(codec.bits, codec.group, None if side == "keys" else width)
-    assert not isinstance(codec, Exact)
+    assert isinstance(codec, SignSketch)
     return sketch_bits(width, codec.m, outliers=codec.outliers, outlier_m=codec.outlier_m)
 
 
@@ -39,7 +39,7 @@ def codes_only(side: Side, codec: Codec, width: int) -> float:
     """The bits of a method's name: no scales, no zeros, no norms, no channel indices."""
     if isinstance(codec, GroupedInts):
         return codec.bits
-    assert not isinstance(codec, Exact)
+    assert isinstance(codec, SignSketch)
     return (codec.m + codec.outlier_m) / width
 
 

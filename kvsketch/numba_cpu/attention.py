@@ -13,8 +13,18 @@ import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
 from kvsketch.attention import CacheView
-from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_INTS, KIND_SKETCH, LANES, PageLayout, SideLayout
-from kvsketch.numba_cpu import emit, integers, sketches
+from kvsketch.layout import (
+    DTYPE_CODES,
+    KIND_EXACT,
+    KIND_INTS,
+    KIND_LATENTS,
+    KIND_SKETCH,
+    LANES,
+    PageLayout,
+    SideLayout,
+    SideSpec,
+)
+from kvsketch.numba_cpu import emit, integers, latents, sketches
 from kvsketch.numba_cpu._compile import address, compile_address
 from kvsketch.numba_cpu._threads import get_num_threads, run_parts
 from kvsketch.numba_cpu.coefficients import padded
@@ -44,6 +54,8 @@ def _score_kernel(kind: int, bits: int, coefficients: str) -> int:
     """Address of the kernel that scores pages of a codec."""
     if kind == KIND_SKETCH:
         return compile_address(sketches.make_sketch_score(coefficients), coefficients)
+    if kind == KIND_LATENTS:
+        return compile_address(latents.make_score(bits), f"{bits}")
     return compile_address(integers.make_score(bits, coefficients), f"{bits}-{coefficients}")
 
 
@@ -51,6 +63,13 @@ def _score_kernel(kind: int, bits: int, coefficients: str) -> int:
 def _mix_kernel(bits: int, coefficients: str, shared: bool) -> int:
     """Address of the kernel that adds pages of values of a codec."""
     return compile_address(integers.make_mix(bits, coefficients, shared), f"{bits}-{coefficients}-{shared}")
+
+
+def _score_scratch(keys: SideSpec, queries: int) -> int:
+    """Bytes that the kernel of :func:`_score_kernel` works in."""
+    if keys.kind == KIND_SKETCH:
+        return sketches.sketch_scratch(keys, queries)
+    return latents.score_scratch(keys) if keys.kind == KIND_LATENTS else integers.score_scratch(keys)
 
 
 class Prepared(NamedTuple):
@@ -66,28 +85,44 @@ class Prepared(NamedTuple):
     kept: list[Any]  #: the arrays at those addresses
 
 
+def mix_plan(values: SideSpec, coefficients: str) -> tuple[int, int]:
+    """Address of the kernel that adds pages of values, 0 for exact ones, and the bytes that it works in."""
+    if values.kind != KIND_INTS:
+        return 0, 0
+    return _mix_kernel(values.bits, coefficients, integers.shares_groups(values)), integers.mix_scratch(values)
+
+
+def value_pitches(values: SideSpec) -> tuple[int, int]:
+    """Bytes of an exact value as float32, and of a query's mix of encoded values."""
+    return 4 * _round_up(values.width, emit.LANES), (
+        8 * _round_up(values.width, LANES) if values.kind == KIND_INTS else 0
+    )
+
+
 @lru_cache(maxsize=256)
 def prepare(layout: PageLayout, queries: int, coefficients: str) -> Prepared:
+    """What attention of so many queries a head over pages of a layout needs."""
     keys, values = layout.keys.spec, layout.values.spec
-    score = mix = work = 0
+    score = 0
+    mix, work = mix_plan(values, coefficients)
     if keys.kind != KIND_EXACT:
         score = _score_kernel(keys.kind, keys.bits, coefficients)
-        sketched = keys.kind == KIND_SKETCH
-        work = sketches.sketch_scratch(keys, queries) if sketched else integers.score_scratch(keys)
-    if values.kind == KIND_INTS:
-        shared = integers.shares_groups(values)
-        mix = _mix_kernel(values.bits, coefficients, shared)
-        work = max(work, integers.mix_scratch(values))
-    key_pitch, value_pitch = (4 * _round_up(spec.width, emit.LANES) for spec in (keys, values))
-    mix_pitch = 8 * _round_up(values.width, LANES) if values.kind == KIND_INTS else 0
-    plan = Plan(keys, values, score, mix, work, 4 * padded(keys.width), key_pitch, value_pitch, mix_pitch)
+        work = max(work, _score_scratch(keys, queries))
+    value_pitch, mix_pitch = value_pitches(values)
+    key_pitch = 4 * _round_up(keys.width, emit.LANES)
+    plan = Plan(keys, values, score, 0, mix, work, 4 * padded(keys.width), key_pitch, value_pitch, mix_pitch)
     tables, extra = None, np.zeros(EXTRA, np.int64)
     if keys.kind == KIND_SKETCH:
         tables = _padded_projections(layout.keys)
         # S q itself comes first; the kernel fills in a head's.
         pitches = [4 * table.shape[1] for table in tables[:2]]
-        extra[1:] = [pitches[0], address(tables[0]), pitches[0], address(tables[1]), pitches[1], address(tables[2])]
-    kept = [plan_numbers(plan), np.array(keys, np.int64), np.array(values, np.int64), extra]
+        extra[1:7] = [pitches[0], address(tables[0]), pitches[0], address(tables[1]), pitches[1], address(tables[2])]
+    return finish_preparing(plan, layout, queries, extra, tables)
+
+
+def finish_preparing(plan: Plan, layout: PageLayout, queries: int, extra: Any, tables: Any = None) -> Prepared:
+    """A plan with the arrays whose addresses its kernels get."""
+    kept = [plan_numbers(plan), np.array(layout.keys.spec, np.int64), np.array(layout.values.spec, np.int64), extra]
     plan_at, keys_at, values_at, extra_at = (address(x) for x in kept)
     return Prepared(plan, plan_at, scratch_bytes(plan, queries), keys_at, values_at, extra_at, tables, kept)
 
@@ -104,8 +139,7 @@ def attend(
     coefficients: str,
 ) -> Any:
     given, (b, hq, s, d) = q, q.shape
-    _, h, capacity, step = view.pages.shape
-    dv = view.layout.values.width
+    h, dv = view.pages.shape[1], view.layout.values.width
     count = hq // h * s
     if count > FUSED_QUERIES:
         return reference.attend(
@@ -114,14 +148,44 @@ def attend(
         )  # fmt: skip
     if b * count == 0:
         return np.zeros((b, hq, s, dv), q.dtype)
-    plan, plan_at, room, keys, values, extra, tables, _ = prepare(view.layout, count, coefficients)
+    prepared = prepare(view.layout, count, coefficients)
     unit = scale / softcap if softcap else scale * LOG2E
-    if tables is None:
-        q, sketch = np.ascontiguousarray(q), _NO_SKETCH
-    else:
+    if prepared.plan.key_spec.kind in (KIND_SKETCH, KIND_LATENTS):
         q, unit = q.reshape(b, h, count, d) * np.float32(unit), 1.0
         q = q.astype(np.float32, order="C", copy=False)
-        sketch = np.ascontiguousarray(q @ tables[0])
+        tables = prepared.tables
+        sketch = latents.pack_rows(q) if tables is None else np.ascontiguousarray(q @ tables[0])
+    else:
+        q, sketch = np.ascontiguousarray(q), _NO_SKETCH
+    logits = NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
+    out = attend_prepared(prepared, view, q, sketch, unit, s, count, limits, bias, softcap, logits)
+    return out.reshape(b, hq, s, dv).astype(given.dtype, copy=False)
+
+
+def attend_prepared(
+    prepared: Prepared,
+    view: CacheView,
+    q: Any,
+    sketch: Any,
+    unit: float,
+    s: int,
+    count: int,
+    limits: Any,
+    bias: Any,
+    softcap: float | None,
+    logits: Any = NO_LOGITS,
+    skip: Any = None,
+    sums: Any = None,
+    work: int = 1,
+) -> Any:
+    """Attention of `count` queries a head: float32 (b, h, count, dv); `q`, `sketch` and `skip` as in :class:`Inputs`.
+
+    `sums` (b, h, count) float32 is filled with the log2 of the queries' sums, unless it is None; `work` says how many
+    times the usual number of products a token takes.
+    """
+    plan = prepared.plan
+    b, h, capacity, step = view.pages.shape
+    d, dv = plan.key_spec.width, plan.value_spec.width
     # What is named here is kept until the kernels, which get addresses, are done.
     if limits is not None:
         limits = np.ascontiguousarray(limits, np.int64)
@@ -135,21 +199,21 @@ def attend(
     runs = run_count(tokens, b * h)
     bias_shape = (0, 0, 0, 0) if bias is None else bias.shape
     inputs = Inputs(
-        address(q), runs, TYPES[q.dtype], address(sketch), 4 * count * sketch.shape[-1], extra, keys, values,
-        0 if limits is None else address(limits), s, count, b,
+        address(q), runs, TYPES[q.dtype], address(sketch), sketch.nbytes // (b * h), prepared.extra, prepared.keys,
+        prepared.values, 0 if limits is None else address(limits), 0 if skip is None else address(skip), s, count, b,
         0 if bias is None else address(bias), bias_shape[1], bias_shape[3],
         address(pages), h, capacity, step, at, address(sink_k), address(sink_v), sink_k.shape[2], at + 8 * b,
         address(window_k), address(window_v), window_k.shape[2], at + 16 * b, at + 24 * b,
     )  # fmt: skip
-    logits = NO_LOGITS if sink_logits is None else np.asarray(sink_logits, np.float32) * np.float32(LOG2E)
     out = np.empty((b, h, count, dv), np.float32)
     numbers = np.array(inputs, np.int64)
-    fixed = (address(numbers), plan_at, np.float32(unit), float(softcap or 0), room)
-    if b * hq * s * (tokens + window_k.shape[2]) * (d + dv) < threaded_work():
-        run_parts(attend_parts, b * h * runs, *fixed, _LATER, _LATER, logits, address(out), threads=1)
+    fixed = (address(numbers), prepared.at, np.float32(unit), float(softcap or 0), prepared.room)
+    ends = (0 if sums is None else address(sums), address(out))
+    if b * h * count * (tokens + window_k.shape[2]) * (d + dv) * work < threaded_work():
+        run_parts(attend_parts, b * h * runs, *fixed, _LATER, _LATER, logits, *ends, threads=1)
     else:
-        attend_threaded((b, h, runs, count, dv), s, fixed, logits, address(out))
-    return out.reshape(b, hq, s, dv).astype(given.dtype, copy=False)
+        attend_threaded((b, h, runs, count, dv), s, fixed, logits, *ends)
+    return out
 
 
 def threaded_work() -> int:
@@ -157,11 +221,11 @@ def threaded_work() -> int:
     return THREADED_WORK if get_num_threads() > 1 else ALONE
 
 
-def attend_threaded(shape: tuple[int, ...], s: int, fixed: tuple[Any, ...], logits: Any, out: int) -> None:
+def attend_threaded(shape: tuple[int, ...], s: int, fixed: tuple[Any, ...], logits: Any, sums: int, out: int) -> None:
     """Attend on all threads: `shape` is (b, h, runs, Q, dv), `fixed` what kernels take before the parts' results."""
     states, mixes = np.empty((*shape[:4], 2), np.float32), np.empty(shape, np.float32)
-    run_parts(attend_parts, shape[0] * shape[1] * shape[2], *fixed, states, mixes, logits, 0)
-    join_parts(states, mixes, logits, s, out)
+    run_parts(attend_parts, shape[0] * shape[1] * shape[2], *fixed, states, mixes, logits, 0, 0)
+    join_parts(states, mixes, logits, s, sums, out)
 
 
 def run_count(tokens: int, heads: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
-from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_INTS, SideLayout
+from kvsketch.layout import DTYPE_CODES, KIND_EXACT, KIND_SKETCH, SideLayout
 from kvsketch.numba_cpu._compile import address, compile_address, kernel
 from kvsketch.numba_cpu._threads import run_parts
 from kvsketch.numba_cpu.encode_hadamard import transform_shape
@@ -76,9 +76,9 @@ def _plan(side: SideLayout, dtype: str) -> _Plan:
     numbers = np.array(spec, np.int64)
     if spec.kind == KIND_EXACT:
         return _Plan(_exact_kernel(4 if spec.dtype == DTYPE_CODES["float32"] else 2), numbers, 0, _NO_ROWS, None)
-    if spec.kind == KIND_INTS:
-        shared = side.side == "keys" or shares_groups(spec)
-        kernel_address = _int_kernel(side.side == "keys", spec.bits, dtype, shared)
+    if spec.kind != KIND_SKETCH:
+        shared = not side.by_token or shares_groups(spec)
+        kernel_address = _int_kernel(not side.by_token, spec.bits, dtype, shared)
         return _Plan(kernel_address, numbers, int_scratch(spec), _NO_ROWS, None)
     addresses, kept, transformed = sketch_tables(side)
     levels, both = transform_shape(spec.width) if transformed else (0, False)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsketch.layout import KIND_EXACT, KIND_INTS, KIND_SKETCH, SideSpec
+from kvsketch.layout import KIND_EXACT, KIND_INTS, SideSpec
 from kvsketch.numba_cpu._compile import kernel, kernel_part
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.exact import as_floats, mix_floats, number_bytes, score_floats
@@ -25,6 +25,7 @@ from kvsketch.numba_cpu.simd import (
     make_load_longs,
     stay_apart,
     store_float,
+    store_long,
     take_next,
 )
 from kvsketch.numba_cpu.softmax import (
@@ -38,8 +39,10 @@ from kvsketch.numba_cpu.softmax import (
     weigh_scores,
 )
 
-#: Numbers in what a sketch needs.
-EXTRA = 7
+#: Numbers in what score kernels are told besides: what comes with the queries, then the row and the first token.
+EXTRA = 9
+#: Where they find these two, in bytes.
+ROW_AT, POSITION_AT = 8 * (EXTRA - 2), 8 * (EXTRA - 1)
 
 
 class Plan(NamedTuple):
@@ -47,10 +50,11 @@ class Plan(NamedTuple):
 
     key_spec: SideSpec
     value_spec: SideSpec
-    score: int  #: address of the score kernel, 0 for exact keys
+    score: int  #: address of the kernel that scores pages, 0 where exact keys are scored as they are
+    exact_score: int  #: of the one that scores exact tokens, or 0 likewise
     mix: int  #: address of the mix kernel, 0 for exact values
     work: int  #: bytes that these kernels work in
-    q_pitch: int  #: bytes of a query's channels, padded with zeros
+    q_pitch: int  #: bytes of a query's channels, padded with zeros; 0 where all kernels take packed queries
     key_pitch: int  #: bytes of an exact key as float32
     value_pitch: int  #: bytes of an exact value as float32
     mix_pitch: int  #: bytes of a query's mix of encoded values, two numbers a channel
@@ -65,12 +69,13 @@ class Inputs(NamedTuple):
     q: int  #: (b, h, Q, d), still to be scaled to units of log2 (of the soft cap where there is one)
     runs: int  #: of tokens that a head is split into
     q_type: int  #: kvsketch.layout.DTYPE_CODES
-    sketch: int  #: (b, h, Q, m) float32, its sketch, for keys that are sketched
-    sketch_step: int  #: bytes of a head's
-    extra: int  #: int64, for keys that are sketched, see :mod:`kvsketch.numba_cpu.sketches`
+    sketch: int  #: (b, h, ...) float32: its sketch (Q, m) for keys that are sketched, packed rows for latents
+    sketch_step: int  #: bytes of a head's; 0: none
+    extra: int  #: int64 (EXTRA,), see :mod:`kvsketch.numba_cpu.sketches` and :mod:`kvsketch.numba_cpu.rebuild`
     keys: int  #: int64, the fields of the key side
     values: int  #: int64, those of the value side
     limits: int  #: (b, s) int64, tokens that a query sees; 0: causal
+    skip: int  #: (b,) int64, first tokens that no query sees; 0: none
     s: int
     queries: int  #: Q, those of a key/value head
     b: int
@@ -153,6 +158,8 @@ def _update_softmax(scratch, plan, inputs, queries, count, position, row, head, 
             query_head = 0 if inputs.bias_heads == 1 else (head * queries + i) // s
             line = (row * inputs.bias_heads + query_head) * s + i % s
             add_bias(scores, inputs.bias + 4 * (line * inputs.bias_tokens + position), seen)
+        if inputs.skip != 0:
+            hide_scores(scores, 0, min(seen, load_long(inputs.skip + 8 * row) - position))
         hide_scores(scores, seen, whole)
         before = load_float(scratch.highest + 4 * i)
         highest = largest_score(scores, whole, before)
@@ -176,8 +183,14 @@ def _update_softmax(scratch, plan, inputs, queries, count, position, row, head, 
 
 
 @kernel_part()
-def _score_exact(keys, count, spec, plan, q, queries, scores, tile):  # type: ignore[no-untyped-def]
+def _score_exact(keys, count, spec, plan, inputs, q, queries, scores, tile, work, extra):  # type: ignore[no-untyped-def]
     """Scores of `count` exact keys at an address."""
+    if plan.exact_score != 0:
+        call_kernel(
+            plan.exact_score,
+            (keys, 0, count, inputs.keys, q, plan.q_pitch, queries, scores, 4 * TILE, work, extra),
+        )
+        return
     if 4 * spec.width != plan.key_pitch or number_bytes(spec.dtype) != 4:
         as_floats(keys, spec.dtype, count, spec.width, tile, plan.key_pitch)
         keys = tile
@@ -194,15 +207,17 @@ def _mix_exact(values, count, spec, plan, weights, queries, tile, plain):  # typ
 
 
 @kernel_part()
-def _attend_exact(keys, values, count, position, row, head, q, queries, plan, inputs, softcap, scratch):  # type: ignore[no-untyped-def]
+def _attend_exact(keys, values, count, position, row, head, q, queries, plan, inputs, extra, softcap, scratch):  # type: ignore[no-untyped-def]
     """Take in exact tokens, given as the addresses of their keys and values."""
     stay_apart()
     key_bytes = plan.key_spec.width * number_bytes(plan.key_spec.dtype)
     value_bytes = plan.value_spec.width * number_bytes(plan.value_spec.dtype)
     for first in range(0, count, TILE):
         here = min(TILE, count - first)
+        store_long(extra + POSITION_AT, position + first)
         _score_exact(
-            keys + first * key_bytes, here, plan.key_spec, plan, q, queries, scratch.scores, scratch.tile
+            keys + first * key_bytes, here, plan.key_spec, plan, inputs, q, queries, scratch.scores, scratch.tile,
+            scratch.work, extra,
         )  # fmt: skip
         if _update_softmax(scratch, plan, inputs, queries, here, position + first, row, head, softcap):
             _mix_exact(
@@ -221,11 +236,12 @@ def _attend_pages(
     per_tile = TILE // tokens
     for first in range(0, count, per_tile):
         here, page = min(per_tile, count - first), start + first * step
-        if plan.key_spec.kind == KIND_EXACT:
+        store_long(extra + POSITION_AT, position + first * tokens)
+        if plan.score == 0:
             for index in range(here):
                 _score_exact(
-                    page + index * step, tokens, plan.key_spec, plan, q, queries,
-                    scratch.scores + 4 * tokens * index, scratch.tile,
+                    page + index * step, tokens, plan.key_spec, plan, inputs, q, queries,
+                    scratch.scores + 4 * tokens * index, scratch.tile, scratch.work, extra,
                 )  # fmt: skip
         else:
             call_kernel(
@@ -309,10 +325,20 @@ def attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out)
     _clear(scratch, plan, queries)
     place = row * inputs.h + head
     q, width = scratch.q, key_spec.width
-    numbers = inputs.q + number_bytes(inputs.q_type) * width * queries * place
-    as_floats(numbers, inputs.q_type, queries, width, q, plan.q_pitch)
-    if unit != 1:
-        scale_floats(q, plan.q_pitch // 4 * queries, unit)
+    if plan.q_pitch > 0:
+        numbers = inputs.q + number_bytes(inputs.q_type) * width * queries * place
+        as_floats(numbers, inputs.q_type, queries, width, q, plan.q_pitch)
+        if unit != 1:
+            scale_floats(q, plan.q_pitch // 4 * queries, unit)
+    given = np.empty(EXTRA, np.int64)
+    extra = address_of(given)
+    if inputs.sketch_step > 0:
+        for i in range(EXTRA):
+            given[i] = load_long(inputs.extra + 8 * i)
+        given[0] = inputs.sketch + inputs.sketch_step * place
+    elif key_spec.kind == KIND_INTS:
+        store_float(extra, np.float32(softcap * LOG2E if softcap > 0 else 1))
+    store_long(extra + ROW_AT, row)
     key_bytes = key_spec.width * number_bytes(key_spec.dtype)
     value_bytes = value_spec.width * number_bytes(value_spec.dtype)
     sinks, pages = load_long(inputs.sink_counts + 8 * row), load_long(inputs.page_counts + 8 * row)
@@ -320,32 +346,27 @@ def attend_part(inputs, plan, row, head, run, unit, softcap, buffer, state, out)
         first = place * inputs.sink_room
         _attend_exact(
             inputs.sink_k + first * key_bytes, inputs.sink_v + first * value_bytes, sinks, 0,
-            row, head, q, queries, plan, inputs, softcap, scratch,
+            row, head, q, queries, plan, inputs, extra, softcap, scratch,
         )  # fmt: skip
-    extra = np.empty(EXTRA, np.int64)
-    if key_spec.kind == KIND_SKETCH:
-        extra[0] = inputs.sketch + inputs.sketch_step * place
-        for i in range(1, EXTRA):
-            extra[i] = load_long(inputs.extra + 8 * i)
-    elif key_spec.kind == KIND_INTS:
-        store_float(address_of(extra), np.float32(softcap * LOG2E if softcap > 0 else 1))
     first, last = pages * run // runs, pages * (run + 1) // runs
     _attend_pages(
         inputs.pages + (place * inputs.capacity + first) * inputs.step, last - first,
-        sinks + first * key_spec.tokens, row, head, q, queries, plan, inputs, address_of(extra), softcap, scratch,
+        sinks + first * key_spec.tokens, row, head, q, queries, plan, inputs, extra, softcap, scratch,
     )  # fmt: skip
     if run == runs - 1:
         first = place * inputs.window_room + load_long(inputs.window_starts + 8 * row)
         _attend_exact(
             inputs.window_k + first * key_bytes, inputs.window_v + first * value_bytes,
             load_long(inputs.window_counts + 8 * row), sinks + pages * key_spec.tokens,
-            row, head, q, queries, plan, inputs, softcap, scratch,
+            row, head, q, queries, plan, inputs, extra, softcap, scratch,
         )  # fmt: skip
     _finish(scratch, plan, queries, state, out)
+    # An array lives as long as it is used: kernels know its address only.
+    given[0] = 0
 
 
 @kernel()
-def attend_parts(counter, total, inputs_at, plan_at, unit, softcap, room, states, mixes, sink_logits, out):  # type: ignore[no-untyped-def]
+def attend_parts(counter, total, inputs_at, plan_at, unit, softcap, room, states, mixes, sink_logits, sums, out):  # type: ignore[no-untyped-def]
     """Parts (row, head, run), counted in that order, as many as this thread gets.
 
     states (b, h, runs, Q, 2), mixes (b, h, runs, Q, dv); `room` bytes of scratch a thread. One thread that has had all
@@ -366,4 +387,4 @@ def attend_parts(counter, total, inputs_at, plan_at, unit, softcap, room, states
         )  # fmt: skip
         part = take_next(counter)
     if out != 0:
-        join(states, mixes, sink_logits, inputs.s, out)
+        join(states, mixes, sink_logits, inputs.s, sums, out)

@@ -9,7 +9,7 @@ from kvsketch.numba_cpu.simd import stay_apart, store_float
 
 
 @kernel_part()
-def join(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
+def join(states, mixes, sink_logits, s, sums, out):  # type: ignore[no-untyped-def]
     """What :func:`join_parts` does."""
     stay_apart()
     b, h, runs, count, dv = mixes.shape
@@ -29,6 +29,8 @@ def join(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
                     for run in range(runs):
                         weights[run] = np.float32(2.0 ** (states[row, head, run, i, 0] - highest))
                         total += weights[run] * states[row, head, run, i, 1]
+                if sums != 0:
+                    store_float(sums + 4 * ((row * h + head) * count + i), highest + np.float32(np.log2(total)))
                 at = out + 4 * dv * ((row * h + head) * count + i)
                 for c in range(dv):
                     mixed = np.float32(0)
@@ -38,9 +40,10 @@ def join(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def join_parts(states, mixes, sink_logits, s, out):  # type: ignore[no-untyped-def]
+def join_parts(states, mixes, sink_logits, s, sums, out):  # type: ignore[no-untyped-def]
     """Join the runs of each head by log-sum-exp, to float32 (b, h, Q, dv) at the address `out`.
 
-    sink_logits (hq,) in log2, or empty.
+    sink_logits (hq,) in log2, or empty. The log2 of the sum of each query's exponentials goes to the float32 numbers
+    (b, h, Q) at `sums`, unless that is 0.
     """
-    join(states, mixes, sink_logits, s, out)
+    join(states, mixes, sink_logits, s, sums, out)

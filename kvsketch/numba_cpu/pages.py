@@ -89,8 +89,8 @@ def _decode_int_keys(record, spec, tile, numbers, out):  # type: ignore[no-untyp
 
 
 @kernel_part()
-def _decode_int_values(record, spec, tile, numbers, out):  # type: ignore[no-untyped-def]
-    """One page of values float32 (p, dv)."""
+def _decode_by_token(record, spec, tile, numbers, out):  # type: ignore[no-untyped-def]
+    """One page of values float32 (p, dv), or of other numbers whose groups are channels of one token."""
     depth = _unit_depth(spec.bits)
     size = spec.tokens // depth * 4 * depth * spec.bits
     for c in range(spec.width):
@@ -105,23 +105,23 @@ def _decode_int_values(record, spec, tile, numbers, out):  # type: ignore[no-unt
 
 
 @kernel()
-def _decode_ints(records, spec, is_keys):  # type: ignore[no-untyped-def]
+def _decode_ints(records, spec, by_token):  # type: ignore[no-untyped-def]
     """records uint8 (N, side bytes) to float32 (N, p, width)."""
     out = np.empty((records.shape[0], spec.tokens, spec.width), np.float32)
     rows = max(spec.rows, spec.tokens)
     tile, numbers = np.empty(rows // 8 * UNIT, np.float32), np.empty((2, rows), np.float32)
     for page in range(records.shape[0]):
-        if is_keys:
-            _decode_int_keys(records[page], spec, tile, numbers, out[page])
+        if by_token:
+            _decode_by_token(records[page], spec, tile, numbers, out[page])
         else:
-            _decode_int_values(records[page], spec, tile, numbers, out[page])
+            _decode_int_keys(records[page], spec, tile, numbers, out[page])
     return out
 
 
 def _decode_ints_of(records: Any, side: SideLayout) -> Any:
     lead = records.shape[:-2]
     flat = writable(np.ascontiguousarray(records)).reshape(-1, side.nbytes)
-    pages = _decode_ints(flat, side.spec, side.side == "keys")
+    pages = _decode_ints(flat, side.spec, side.by_token)
     return pages.reshape(*lead, records.shape[-2] * side.tokens, side.width)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvsketch._contents import Contents
-from kvsketch.layout import DTYPE_CODES, KIND_SKETCH
+from kvsketch.layout import DTYPE_CODES, KIND_LATENTS, KIND_SKETCH
 from kvsketch.numba_cpu._compile import address, kernel, kernel_part
 from kvsketch.numba_cpu.attention import (
     FUSED_QUERIES,
@@ -115,7 +115,7 @@ def take_step(inputs_at, plan_at, q, k, v, out, unit, softcap, room, full, check
                     inputs, plan, row, head, run, np.float32(unit), softcap, buffer,
                     states[row, head, run], mixes[row, head, run],
                 )  # fmt: skip
-    join(states, mixes, no_logits, 1, out)
+    join(states, mixes, no_logits, 1, 0, out)
     return DONE
 
 
@@ -134,7 +134,7 @@ class Step:
         #: Dtype of q, k and v, and their shapes.
         self.dtype, self.shapes = exact.window_k.dtype, ((b, hq, 1, d), (b, h, 1, d), (b, h, 1, dv))
         inputs = Inputs(
-            0, 0, TYPES[self.dtype], 0, 0, plan.extra, plan.keys, plan.values, 0, 1, queries, b, 0, 0, 0,
+            0, 0, TYPES[self.dtype], 0, 0, plan.extra, plan.keys, plan.values, 0, 0, 1, queries, b, 0, 0, 0,
             address(pages.pages), h, capacity, record_bytes, address(pages.counts),
             address(exact.sink_k), address(exact.sink_v), exact.sink_k.shape[2], address(exact.sink_counts),
             address(exact.window_k), address(exact.window_v), room, address(exact.starts), address(exact.counts),
@@ -155,7 +155,7 @@ class Step:
         unit, cap = _unit(scale, softcap)
         (b, h, _, _), (_, hq, _, _), dv = self.shapes[1], self.shapes[0], self.shapes[2][3]
         fixed = self._at, self._plan.at, np.float32(unit), cap, self._plan.room
-        attend_threaded((b, h, parts // (b * h), hq // h, dv), 1, fixed, NO_LOGITS, out)
+        attend_threaded((b, h, parts // (b * h), hq // h, dv), 1, fixed, NO_LOGITS, 0, out)
 
 
 def make_step(contents: Contents, hq: int, coefficients: str) -> Step | None:
@@ -166,7 +166,7 @@ def make_step(contents: Contents, hq: int, coefficients: str) -> Step | None:
     arrays = (pages.pages, exact.sink_k, exact.sink_v, exact.window_k, exact.window_v, *counts)
     given = {*contents.given[:2], exact.window_k.dtype, exact.window_v.dtype}
     if (
-        pages.layout.keys.spec.kind == KIND_SKETCH  # the queries' sketch is a matrix product of its own
+        pages.layout.keys.spec.kind in (KIND_SKETCH, KIND_LATENTS)  # their queries take matrix products, or a copy
         or hq % h
         or hq // h > FUSED_QUERIES
         or len(given) > 1

@@ -37,6 +37,44 @@ def row_tiles(view: CacheView, row: int) -> Iterator[tuple[int, Any, Any]]:
         yield position + first, k.astype(xp.float32), v.astype(xp.float32)
 
 
+class OnlineSoftmax:
+    """Softmax of scores that come tile by tile, and what it mixes: a running maximum, sum and weighted mix.
+
+    `logits` (h, ratio, 1, 1) join the sum only; -inf for none.
+    """
+
+    def __init__(self, logits: Any, s: int, dv: int) -> None:
+        xp = namespace(logits)
+        h, ratio = logits.shape[:2]
+        self.highest = xp.broadcast_to(logits, (h, ratio, s, 1))
+        self.total = xp.where(xp.isfinite(self.highest), xp.float32(1), xp.float32(0))
+        self.mixed = xp.zeros((h, ratio, s, dv), dtype=xp.float32)
+
+    def add(self, scores: Any, v: Any, *, softcap: float | None, bias: Any, seen: Any) -> None:
+        """Take in scores (h, ratio, s, t) of values (h, t, dv); `bias` (1 or h*ratio, s, t), `seen` (s, t)."""
+        xp = namespace(scores)
+        h, ratio, s, t = scores.shape
+        if softcap is not None:
+            scores = xp.float32(softcap) * xp.tanh(scores / xp.float32(softcap))
+        if bias is not None:
+            part = xp.asarray(bias, dtype=xp.float32)
+            scores = scores + (part if part.shape[0] == 1 else part.reshape(h, ratio, s, t))
+        scores = xp.where(seen, scores, -xp.inf)
+        new = xp.maximum(self.highest, scores.max(axis=-1, keepdims=True))
+        shift = xp.where(xp.isfinite(new), new, xp.float32(0))
+        weights = xp.exp(scores - shift)
+        decay = xp.exp(self.highest - shift)
+        self.total = self.total * decay + weights.sum(axis=-1, keepdims=True)
+        product = xp.matmul(weights.reshape(h, ratio * s, t), v)
+        self.mixed = self.mixed * decay + product.reshape(self.mixed.shape)
+        self.highest = new
+
+    def result(self) -> Any:
+        """(h, ratio, s, dv); zeros for a query that saw nothing."""
+        xp = namespace(self.mixed)
+        return self.mixed / xp.where(self.total > 0, self.total, xp.float32(1))
+
+
 def attend(
     q: Any,
     view: CacheView,
@@ -56,31 +94,21 @@ def attend(
     if limits is None:
         limits = view.causal_limits(s)
     out = xp.zeros((b, hq, s, dv), dtype=q.dtype)
+    logits = xp.full((h, ratio, 1, 1), -xp.inf, dtype=xp.float32)
+    if sink_logits is not None:
+        logits[...] = xp.asarray(sink_logits, dtype=xp.float32).reshape(h, ratio, 1, 1)
     for row in range(b):
         queries = q[row].astype(xp.float32).reshape(h, ratio * s, d)
-        highest = xp.full((h, ratio, s, 1), -xp.inf, dtype=xp.float32)
-        if sink_logits is not None:
-            highest[...] = xp.asarray(sink_logits, dtype=xp.float32).reshape(h, ratio, 1, 1)
-        total = xp.where(xp.isfinite(highest), xp.float32(1), xp.float32(0))
-        mixed = xp.zeros((h, ratio, s, dv), dtype=xp.float32)
+        softmax = OnlineSoftmax(logits, s, dv)
         for first, k, v in row_tiles(view, row):
             t = k.shape[1]
             scores = xp.matmul(queries, xp.swapaxes(k, -1, -2)).reshape(h, ratio, s, t) * xp.float32(scale)
-            if softcap is not None:
-                scores = xp.float32(softcap) * xp.tanh(scores / xp.float32(softcap))
-            if bias is not None:
-                part = xp.asarray(bias[row, :, :, first : first + t], dtype=xp.float32)
-                scores = scores + (part if part.shape[0] == 1 else part.reshape(h, ratio, s, t))
-            seen = first + xp.arange(t) < limits[row, :, None]
-            scores = xp.where(seen, scores, -xp.inf)
-            new = xp.maximum(highest, scores.max(axis=-1, keepdims=True))
-            shift = xp.where(xp.isfinite(new), new, xp.float32(0))
-            weights = xp.exp(scores - shift)
-            decay = xp.exp(highest - shift)
-            total = total * decay + weights.sum(axis=-1, keepdims=True)
-            product = xp.matmul(weights.reshape(h, ratio * s, t), v)
-            mixed = mixed * decay + product.reshape(h, ratio, s, dv)
-            highest = new
-        result = mixed / xp.where(total > 0, total, xp.float32(1))
-        out[row] = result.reshape(hq, s, dv).astype(q.dtype)
+            softmax.add(
+                scores,
+                v,
+                softcap=softcap,
+                bias=None if bias is None else bias[row, :, :, first : first + t],
+                seen=first + xp.arange(t) < limits[row, :, None],
+            )
+        out[row] = softmax.result().reshape(hq, s, dv).astype(q.dtype)
     return out

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvsketch._checks import FLOAT_DTYPES
 from kvsketch._dispatch import namespace
-from kvsketch.codecs import Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.layout import LANES, SideLayout, unit_bytes, unit_rows
 from kvsketch.reference import kivi, qjl
 from kvsketch.reference.bitpack import unpack_signs
@@ -155,6 +155,8 @@ def encode_keys(k: Any, side: SideLayout, *, channels: Any, out: Any) -> int:
         return 0
     if isinstance(side.codec, GroupedInts):
         return _encode_int_keys(page_view(k, side), side, out)
+    if isinstance(side.codec, TokenInts):
+        return _encode_by_token(page_view(k, side), side, out)
     return _encode_sketch(page_view(k, side), side, channels, out)
 
 
@@ -215,7 +217,11 @@ def encode_values(v: Any, side: SideLayout, *, out: Any) -> int:
     if isinstance(side.codec, Exact):
         _write_exact(v, side, out)
         return 0
-    x = page_view(v, side)
+    return _encode_by_token(page_view(v, side), side, out)
+
+
+def _encode_by_token(x: Any, side: SideLayout, out: Any) -> int:
+    """Write pages `x` (..., p, width) whose groups are channels of one token."""
     xp = namespace(x)
     bits, group, width = side.spec.bits, side.spec.group, side.width
     parts = [kivi.quantize_block(x[..., c : c + group], bits) for c in range(0, width, group)]
@@ -239,6 +245,8 @@ def decode_keys(records: Any, side: SideLayout) -> Any:
             for f in ("scale", "zero")
         )
         k = codes * scale + zero
+    elif isinstance(side.codec, TokenInts):
+        k = _decode_by_token(records, side)
     else:
         k = _decode_sketch(records, side)
     return k.reshape(*records.shape[:-2], records.shape[-2] * side.tokens, side.width)
@@ -265,14 +273,16 @@ def _decode_signs(records: Any, side: SideLayout, projection: Projection, codes:
 
 def decode_values(records: Any, side: SideLayout) -> Any:
     """Values float32 (..., P*p, dv) of `records` (..., P, side bytes)."""
-    xp = namespace(records)
-    if isinstance(side.codec, Exact):
-        v = _read_exact(records, side)
-    else:
-        codes = unpack_units(_read(records, side, "codes"), side.spec.bits)[..., : side.width, :]
-        scale, zero = (
-            xp.repeat(_read(records, side, f).astype(xp.float32), side.spec.group, axis=-2)[..., : side.width, :]
-            for f in ("scale", "zero")
-        )
-        v = xp.swapaxes(codes.astype(xp.float32) * scale + zero, -1, -2)
+    v = _read_exact(records, side) if isinstance(side.codec, Exact) else _decode_by_token(records, side)
     return v.reshape(*records.shape[:-2], records.shape[-2] * side.tokens, side.width)
+
+
+def _decode_by_token(records: Any, side: SideLayout) -> Any:
+    """Numbers (..., P, p, width) whose groups are channels of one token."""
+    xp = namespace(records)
+    codes = unpack_units(_read(records, side, "codes"), side.spec.bits)[..., : side.width, :]
+    scale, zero = (
+        xp.repeat(_read(records, side, f).astype(xp.float32), side.spec.group, axis=-2)[..., : side.width, :]
+        for f in ("scale", "zero")
+    )
+    return xp.swapaxes(codes.astype(xp.float32) * scale + zero, -1, -2)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvsketch.cache import Cache
-from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 
 ENGINES = ("reference", "numba_cpu")
 
@@ -19,6 +19,7 @@ PAIRS: dict[str, tuple[Codec, Codec]] = {
     "sketch-ints2": (SignSketch(m=64), GroupedInts(2, 32)),
     "outliers-ints1": (SignSketch(m=48, outliers=3, outlier_m=32), GroupedInts(1, 8)),
     "exact-ints8": (Exact(), GroupedInts(8, 32)),
+    "latents3-latents2": (TokenInts(3), TokenInts(2, 8)),
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvsketch import pages, qjl
 from kvsketch.attention import CacheView
 from kvsketch.bitpack import unpack_signs
-from kvsketch.codecs import Codec, Exact, GroupedInts
+from kvsketch.codecs import Codec, Exact, GroupedInts, TokenInts
 from kvsketch.layout import SideLayout, page_layout
 from kvsketch.rotation import draw_projection
 
@@ -48,12 +48,13 @@ def stored_numbers(x: Any, side: SideLayout, channels: Any = None) -> Any:
     codec = side.codec
     if isinstance(codec, Exact):
         return x.astype(DTYPES[side.dtype]).astype(np.float64)
-    if isinstance(codec, GroupedInts):
-        if side.side == "keys":
+    if isinstance(codec, (GroupedInts, TokenInts)):
+        width = codec.group or x.shape[-1]
+        if side.side == "keys" and isinstance(codec, GroupedInts):
             turned = np.swapaxes(x, -1, -2)
-            parts = [recovered(turned[..., s], codec.bits) for s in split_sizes(x.shape[-2], codec.group)]
+            parts = [recovered(turned[..., s], codec.bits) for s in split_sizes(x.shape[-2], width)]
             return np.swapaxes(np.concatenate(parts, axis=-1), -1, -2)
-        parts = [recovered(x[..., s], codec.bits) for s in split_sizes(x.shape[-1], codec.group)]
+        parts = [recovered(x[..., s], codec.bits) for s in split_sizes(x.shape[-1], width)]
         return np.concatenate(parts, axis=-1)
     *lead, n, d = x.shape
     keys, projections = sketch_of(x, side, channels)

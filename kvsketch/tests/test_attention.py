@@ -9,7 +9,7 @@ import pytest
 
 from kvsketch._attend import COEFFICIENTS
 from kvsketch.attention import attend
-from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.numba_cpu.attention import FUSED_QUERIES, RUN_TOKENS
 from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same
 from kvsketch.tests.page_cases import DTYPES, Row, assert_rounded, attend_exactly, make_view
@@ -20,6 +20,9 @@ KEYS: dict[str, Codec] = {
     "ints3": GroupedInts(3, 64),
     "ints4": GroupedInts(4, 128),
     "ints8": GroupedInts(8, 32),
+    "latents1": TokenInts(1, 24),
+    "latents3": TokenInts(3),
+    "latents4": TokenInts(4, 8),
     "sketch": SignSketch(m=100),
     "sketch-outliers": SignSketch(m=48, kind="gaussian", outliers=3, outlier_m=20),
     "exact": Exact(),
@@ -30,6 +33,7 @@ VALUES: dict[str, Codec] = {
     "ints3": GroupedInts(3, 64),
     "ints4": GroupedInts(4, 16),
     "ints8": GroupedInts(8, 32),
+    "latents2": TokenInts(2),
     "exact": Exact(),
 }
 #: Bits and groups of values: blocks of 32 channels that have one scale, and that have several, of all bits.
@@ -82,7 +86,11 @@ def test_every_key_codec_with_every_value_codec(keys, values, engine):
 
 @per_engine
 @pytest.mark.parametrize(
-    ("keys", "values"), [("ints2", "ints2"), ("ints3", "ints3"), ("sketch-outliers", "ints1"), ("exact", "exact")]
+    ("keys", "values"),
+    [
+        *(("ints2", "ints2"), ("ints3", "ints3"), ("sketch-outliers", "ints1"), ("exact", "exact")),
+        ("latents3", "latents2"),
+    ],
 )
 @pytest.mark.parametrize(
     ("d", "dv"),
@@ -132,7 +140,7 @@ SHAPES = [*((ratio, 1) for ratio in (1, 2, 3, 4, 5, 6, 7, 8, 12)), *((1 + s % 3,
 
 
 @per_engine
-@pytest.mark.parametrize("codecs", [("ints2", "ints2"), ("sketch-outliers", "ints4")])
+@pytest.mark.parametrize("codecs", [("ints2", "ints2"), ("sketch-outliers", "ints4"), ("latents3", "ints2")])
 @pytest.mark.parametrize(("ratio", "s"), SHAPES)
 def test_query_heads_share_key_heads_in_runs(ratio, s, codecs, engine):
     """T13: ratio 7 is Qwen2's."""

@@ -31,6 +31,7 @@ from benchmarks.dense_flash import dense_flash  # noqa: E402
 from benchmarks.encode import CACHES, SIDES, measure_encode  # noqa: E402
 from benchmarks.generate import measure_generate, reserved_share  # noqa: E402
 from benchmarks.machine import flush_bytes, last_cache_bytes  # noqa: E402
+from benchmarks.palu import Latents, break_even, entrant_name, measure_palu  # noqa: E402
 from benchmarks.rivals import rival, rival_names, tensor  # noqa: E402
 from benchmarks.rows import Row  # noqa: E402
 from benchmarks.scaling import Sweep, measure_sweep  # noqa: E402
@@ -211,6 +212,26 @@ def test_decode_rows() -> None:
         assert row.rivals["best torch"] in [r.name for r in by_kind["torch"]]
         assert row.bits is not None
         assert 4 < row.bits < 32
+
+
+def test_palu_rows() -> None:
+    shape, kinds = Shape(192, 64, 6, 2), [Latents(0.5, 2), Latents(0.5, 1, None)]
+    rows = measure_palu(shape, kinds, rounds=3)
+    check_rows(rows)
+    latents = [row for row in rows if row.kind == "palu"]
+    assert [row.name for row in latents] == [entrant_name(kind, rope) for kind in kinds for rope in (True, False)]
+    for row in latents:
+        assert {"dense bf16", "dense fp32", "kivi-2"} == set(row.ratios) - {"product"}
+        assert ("product" in row.ratios) == row.name.endswith(", RoPE")
+    # Half of the numbers at 3 bits with a scale and zero of 16 bits for 64 of them; exact ones are float32.
+    assert [row.bits for row in latents] == [1.75, 1.75, 16.0, 16.0]
+
+
+def test_break_even_is_interpolated() -> None:
+    assert break_even([1000, 4000], [0.5, 2.0]) == pytest.approx(2000)
+    assert break_even([4000, 1000, 16000], [0.25, 2.0, 4.0]) == pytest.approx(8000)
+    assert break_even([1000, 4000], [1.5, 2.0]) == 1000
+    assert break_even([1000, 4000], [1.5, 0.9]) is None
 
 
 def test_encode_rows() -> None:

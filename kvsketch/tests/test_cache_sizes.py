@@ -30,11 +30,13 @@ def page_side_nbytes(side: str, codec: Codec, page: int, width: int, itemsize: i
             used += page * (round_up(codec.outlier_m, 16) // 8 + 2) + codec.outliers * (1 if width <= 256 else 2)
     else:
         unit = 16 if codec.bits in (1, 3) else 8
-        if side == "keys":
+        if side == "keys" and isinstance(codec, GroupedInts):
             channels = round_up(width, unit)
             used = page * channels * codec.bits // 8 + page // codec.group * channels * 4
         else:
-            used = page * round_up(width, 32) * codec.bits // 8 + page * -(-width // min(codec.group, width)) * 4
+            used = (
+                page * round_up(width, 32) * codec.bits // 8 + page * -(-width // min(codec.group or width, width)) * 4
+            )
     return round_up(used, 64)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvsketch import pages
-from kvsketch.codecs import Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.layout import side_layout
 from kvsketch.numba_cpu import _threads, encode_hadamard
 from kvsketch.rotation import draw_projection
@@ -41,17 +41,17 @@ def assert_same_bytes(x, side, name=""):
 
 def hard_numbers(rng, shape, side):
     """Numbers (..., tokens, width) float32 by name: ties and their neighbours, all magnitudes, NaN and infinities."""
-    codec, tokens_first = side.codec, side.side == "keys"
+    codec, group, tokens_first = side.codec, side.spec.group, not side.by_token
     yield "normal", rng.standard_normal(shape).astype(np.float32)
     scales = np.array([1, 1e-3, 100, 3e-8, 1e-38, 1e-42, 6e4, 1e37], np.float32)
     sizes = rng.choice(scales, size=(*shape[:-2], 1, shape[-1]))
     yield "of all sizes", rng.standard_normal(shape).astype(np.float32) * sizes
-    if isinstance(codec, GroupedInts):
+    if isinstance(codec, (GroupedInts, TokenInts)):
         levels, steps = 2**codec.bits - 1, np.float16(2.0 ** rng.integers(-24, 8) * (1 + rng.integers(1024) / 1024))
         zero = np.float32(np.float16(rng.choice([0, 1, -0.37, 100])))
         place = np.arange(shape[-2 if tokens_first else -1])[(slice(None), None) if tokens_first else slice(None)]
         halves = rng.integers(0, 2 * levels + 1, size=shape).astype(np.float32) / 2
-        halves = np.where(place % codec.group == 0, 0, np.where(place % codec.group == 1, levels, halves))
+        halves = np.where(place % group == 0, 0, np.where(place % group == 1, levels, halves))
         ties = (zero + halves * np.float32(steps)).astype(np.float32)
         yield "halfway", ties
         yield "nearly halfway", (ties.view(np.int32) + rng.integers(-1, 2, size=shape, dtype=np.int32)).view(np.float32)
@@ -90,6 +90,15 @@ def test_hard_integer_keys_have_the_same_bytes(group, bits, dtype):
 def test_hard_integer_values_have_the_same_bytes(group, bits, dtype):
     for width in np.random.default_rng(bits).choice(WIDTHS, size=3, replace=False):
         side = side_layout("values", GroupedInts(bits, group), 32, int(width), np.dtype(dtype).name)
+        assert_same_on_hard_numbers(side, dtype, int(width))
+
+
+@per_bits_and_dtype
+@pytest.mark.parametrize("group", [None, 64])
+def test_hard_latents_have_the_same_bytes(group, bits, dtype):
+    """On the key side; on the other they are values."""
+    for width in np.random.default_rng(bits).choice((*WIDTHS, 134, 640), size=3, replace=False):
+        side = side_layout("keys", TokenInts(bits, group), 32, int(width), np.dtype(dtype).name)
         assert_same_on_hard_numbers(side, dtype, int(width))
 
 

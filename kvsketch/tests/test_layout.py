@@ -7,7 +7,7 @@ import pytest
 
 from kvsketch import pages
 from kvsketch._checks import FLOAT_DTYPES
-from kvsketch.codecs import Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.layout import code_location, locate_codes, page_layout, side_layout, unit_bytes, unit_rows
 from kvsketch.rotation import draw_projection
 from kvsketch.testing import CPU_ENGINES
@@ -38,6 +38,11 @@ SIDES = [
         "codes@0 u1 4x16x128; scale@8192 f2 2x128; zero@8704 f2 2x128; 9216 of 9216",
     ),
     (("values", GroupedInts(2, 32), 32, 1), "codes@0 u1 1x4x64; scale@256 f2 1x32; zero@320 f2 1x32; 384 of 384"),
+    # latents: the same on both sides, one group a token unless a group is given
+    (("keys", TokenInts(3), 32, 134), "codes@0 u1 5x2x192; scale@1920 f2 1x32; zero@1984 f2 1x32; 2048 of 2048"),
+    (("values", TokenInts(3), 32, 134), "codes@0 u1 5x2x192; scale@1920 f2 1x32; zero@1984 f2 1x32; 2048 of 2048"),
+    (("keys", TokenInts(2, 32), 64, 80), "codes@0 u1 3x8x64; scale@1536 f2 3x64; zero@1920 f2 3x64; 2304 of 2304"),
+    (("keys", TokenInts(4, 64), 32, 40), "codes@0 u1 2x4x128; scale@1024 f2 1x32; zero@1088 f2 1x32; 1152 of 1152"),
     (("keys", SignSketch(m=256), 32, 64), "codes@0 u1 1x16x64; norms@1024 f2 32; 1088 of 1088"),
     # 100 sketch rows are stored as 112
     (("keys", SignSketch(m=100), 64, 128), "codes@0 u1 2x7x64; norms@896 f2 64; 1024 of 1024"),
@@ -80,6 +85,14 @@ def test_fields_lie_where_the_table_says(arguments, expected):
 def test_spec_tells_kernels_the_value_groups(codec, width, spec):
     found = side_layout("values", codec, 32, width).spec._asdict()
     assert {name: found[name] for name in spec} == spec
+
+
+def test_spec_tells_kernels_latents_apart_from_keys():
+    for group, groups in ((None, 1), (64, 2), (200, 1)):
+        spec = side_layout("keys", TokenInts(3, group), 32, 96).spec
+        assert (spec.kind, spec.bits, spec.group, spec.groups, spec.rows) == (3, 3, min(group or 96, 96), groups, 32)
+        values = side_layout("values", TokenInts(3, group), 32, 96).spec
+        assert values == spec._replace(kind=1) == side_layout("values", GroupedInts(3, group or 96), 32, 96).spec
 
 
 def test_spec_tells_kernels_the_key_side():
@@ -294,6 +307,24 @@ def test_value_records_bit_by_bit(engine, group, tokens, dv, bits):
     assert record.tobytes() == pad_record(pack_bit_by_bit(codes.T, bits) + halves(constants))
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("group", "tokens", "width"), [(None, 32, 134), (64, 32, 24), (32, 64, 40), (8, 32, 16)])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("engine", CPU_ENGINES)
+def test_latent_records_are_those_of_values(engine, side, group, tokens, width, bits):
+    rng = np.random.default_rng(bits)
+    spans = [slice(start, min(start + (group or width), width)) for start in range(0, width, group or width)]
+    zero = rng.integers(-9, 9, (len(spans), tokens))
+    codes = np.concatenate([random_codes(rng, (tokens, s.stop - s.start), bits) for s in spans], axis=1)
+    x = np.concatenate([2 * codes[:, s] + z[:, None] for s, z in zip(spans, zero, strict=True)], axis=1)
+    layout = side_layout(side, TokenInts(bits, group), tokens, width)
+    encode = pages.encode_keys if side == "keys" else pages.encode_values
+    record, saturated = encode(x.astype(np.float32), layout, engine=engine)
+    constants = np.stack([np.full(zero.shape, 2), zero])
+    assert record.tobytes() == pad_record(pack_bit_by_bit(codes.T, bits) + halves(constants))
+    assert saturated == 0
+
+
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_sketch_records_bit_by_bit(engine):
     d, m, outlier_m, outliers = 24, 40, 19, [3, 17]
@@ -327,8 +358,11 @@ def test_exact_records_are_the_numbers_bytes(engine, dtype):
     [
         (("both", Exact(), 32, 64), r"side must be one of \['keys', 'values'\], got 'both'"),
         (("keys", Exact(), 32, 64, "float64"), "dtype must be one of .*, got 'float64'"),
-        (("keys", Exact(), 32, 0), "head size must be between 1 and 512, got 0"),
-        (("keys", Exact(), 32, 513), "head size must be between 1 and 512, got 513"),
+        (("keys", GroupedInts(), 32, 0), "head size must be between 1 and 512, got 0"),
+        (("values", GroupedInts(), 32, 513), "head size must be between 1 and 512, got 513"),
+        (("keys", SignSketch(), 32, 513), "head size must be between 1 and 512, got 513"),
+        (("keys", Exact(), 32, 8193), "head size must be between 1 and 8192, got 8193"),
+        (("keys", TokenInts(), 32, 8193), "head size must be between 1 and 8192, got 8193"),
         (("keys", Exact(), 16, 64), "tokens must be >= 32, got 16"),
         (("keys", Exact(), 48, 64), "page of 48 tokens does not fit"),
         (("keys", GroupedInts(2, 64), 32, 64), "page of 32 tokens does not fit .*group=64.* multiples of 64"),
@@ -356,6 +390,10 @@ def test_an_unknown_field_lists_the_known_ones():
         (lambda: GroupedInts(group=0), ValueError, "group must be >= 8, got 0"),
         (lambda: GroupedInts(group=36), ValueError, "group must be a multiple of 8, got 36"),
         (lambda: GroupedInts(group=32.0), TypeError, "group must be an integer, got 32.0"),  # type: ignore[arg-type]
+        (lambda: TokenInts(bits=5), ValueError, r"bits must be one of \[1, 2, 3, 4, 8\], got 5"),
+        (lambda: TokenInts(group=0), ValueError, "group must be >= 8, got 0"),
+        (lambda: TokenInts(group=36), ValueError, "group must be a multiple of 8, got 36; leave it out for one group"),
+        (lambda: TokenInts(group=8.0), TypeError, "group must be an integer, got 8.0"),  # type: ignore[arg-type]
         (lambda: SignSketch(m=0), ValueError, "m must be >= 1, got 0"),
         (lambda: SignSketch(kind="haar"), ValueError, "kind must be one of"),
         (lambda: SignSketch(outliers=4), ValueError, "outliers=4 and outlier_m=0 go together"),

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvsketch.codecs import Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.methods import METHODS, LayerSettings, Method, get_method
 
 
@@ -58,6 +58,8 @@ def test_method_string_spells_any_combination() -> None:
     assert method.settings == LayerSettings(SignSketch(m=256, outliers=8, outlier_m=256), GroupedInts(bits=2, group=32))
     spaced = get_method(" values = exact ; keys = ints : bits = 8 , group = 64 ;sink_tokens=0; residual_length = 5;")
     assert spaced.settings == LayerSettings(GroupedInts(bits=8, group=64), Exact(), residual_length=5, sink_tokens=0)
+    latents = get_method("keys=latents:bits=3;values=latents:bits=2,group=64;residual_length=0;sink_tokens=0")
+    assert latents.settings == LayerSettings(TokenInts(3), TokenInts(2, group=64), residual_length=0, sink_tokens=0)
     words = get_method(
         "keys=sketch:kind=hadamard,m=64,seed=3,outliers=2,outlier_m=32,outlier_channels=prompt;values=exact"
     )
@@ -73,8 +75,10 @@ def test_method_string_spells_any_combination() -> None:
         ("", "known methods are exact"),
         ("keys=ints", "lacks values"),
         ("values=ints", "lacks keys"),
-        ("keys=int;values=exact", "names no codec; known codecs are exact, ints, sketch"),
+        ("keys=int;values=exact", "names no codec; known codecs are exact, ints, latents, sketch"),
         ("keys=ints:bit=2;values=exact", r"has no setting 'bit'; its settings are \['bits', 'group'\]"),
+        ("keys=latents:group=none;values=exact", "group must be an integer, got 'none'"),
+        ("keys=latents:group=12;values=exact", "group must be a multiple of 8, got 12"),
         ("keys=exact:bits=2;values=exact", "codec 'exact' of keys has no setting 'bits'"),
         ("keys=ints:bits=two;values=exact", "bits must be an integer, got 'two'"),
         ("keys=ints:bits=5;values=exact", "bits must be one of"),

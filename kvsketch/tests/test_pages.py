@@ -7,7 +7,7 @@ import pytest
 
 from kvsketch import kivi, pages, qjl
 from kvsketch.bounds import quantizer_error_bound
-from kvsketch.codecs import Exact, GroupedInts, SignSketch
+from kvsketch.codecs import Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.layout import side_layout
 from kvsketch.testing import CPU_ENGINES, assert_accurate, assert_same, spacing
 from kvsketch.tests.page_cases import DTYPES, make_numbers, sketch_of, split_sizes, stored_numbers
@@ -27,6 +27,10 @@ SIDES = {
     "ints2 values": ("values", GroupedInts(2, 32), 32, 64),
     "ints3 values": ("values", GroupedInts(3, 64), 32, 96),
     "ints4 values in larger pages": ("values", GroupedInts(4, 16), 128, 37),
+    "latents3 keys": ("keys", TokenInts(3), 32, 134),
+    "latents1 keys in larger pages": ("keys", TokenInts(1, 24), 64, 80),
+    "latents2 values": ("values", TokenInts(2), 32, 37),
+    "latents4 values, wide": ("values", TokenInts(4, 64), 32, 1100),
     "sketch": ("keys", SignSketch(m=100, seed=3), 32, 24),
     "sketch in larger pages": ("keys", SignSketch(m=32, kind="gaussian"), 64, 130),
     "sketch with outliers": ("keys", SignSketch(m=48, kind="hadamard", outliers=3, outlier_m=20), 32, 37),

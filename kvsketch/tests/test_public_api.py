@@ -23,13 +23,13 @@ from kvsketch._dispatch import ENGINES, engine_for, engine_module, implementatio
 #: Modules that importing may load NumPy and ml_dtypes only.
 LIGHT = (
     *("attention", "bitpack", "bounds", "cache", "codecs", "environment", "kivi", "layout", "methods", "pages", "qjl"),
-    *("rotation", "storage"),
+    *("palu", "rotation", "storage"),
 )
 #: Modules that tests import, which may load SciPy besides.
 FOR_TESTS = ("statistical_tests", "testing")
 #: Modules of functions on arrays, and those of their functions that take no array.
-ARRAY_MODULES = ("attention", "bitpack", "kivi", "pages", "qjl", "rotation")
-NO_ARRAYS = {"bitpack.packed_bytes", "rotation.draw_projection", "rotation.hadamard_block"}
+ARRAY_MODULES = ("attention", "bitpack", "kivi", "pages", "palu", "qjl", "rotation")
+NO_ARRAYS = {"bitpack.packed_bytes", "palu.check_latent_codec", "rotation.draw_projection", "rotation.hadamard_block"}
 
 
 def public_modules() -> Iterator[ModuleType]:
@@ -151,7 +151,8 @@ def test_import_is_light(modules: list[str], also: set[str]) -> None:
 
 
 def test_light_modules_are_all_but_those_of_the_command_line() -> None:
-    commands = {"charts", "cli", "cli_validate", "console", "evaluation", "measurement", "report"}
+    commands = {"charts", "cli", "cli_palu", "cli_palu_report", "cli_validate", "console", "evaluation"}
+    commands |= {"measurement", "report"}
     assert {module.__name__.partition(".")[2] for module in public_modules()} - commands == {*LIGHT, *FOR_TESTS}
 
 

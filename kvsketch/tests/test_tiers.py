@@ -117,6 +117,13 @@ def test_attention_in_a_lower_tier(tier):
     assert f"'numba_cpu': '{tier} kernels" in environment
 
 
+@pytest.mark.parametrize("module", ["attention", "bitpack", "kivi", "pages", "palu", "qjl", "rotation"])
+@pytest.mark.skipif("generic" not in LOWER, reason="this machine has no lower tier")
+def test_any_module_may_be_the_first_to_be_loaded(module):
+    """The tier is settled before a module could make Numba's code generator."""
+    assert run(f"import kvsketch.numba_cpu.{module}; print('loaded')", **{VARIABLE: "generic"}) == "loaded\n"
+
+
 def numbered_kernel(number):
     """A kernel that writes a number by way of a function of its own, made as those of all codecs are."""
 
