@@ -124,8 +124,8 @@ def generate(
     typer.echo(
         f"\n{clock.tokens} tokens at {clock.tokens_per_second:.1f} tokens/s, after a prompt of {ids.shape[1]} in "
         f"{clock.prompt_seconds:.2f} s. {cache.method.name} cache of {total['tokens']} tokens: "
-        f"{total['nbytes'] / 1e6:.2f} MB, {total['bits']:.2f} bits a number, {smaller:.1f} times smaller than dense in 16 bits and "
-        f"{smaller_than_model:.1f} times than dense in {dtype}."
+        f"{total['nbytes'] / 1e6:.2f} MB, {total['bits']:.2f} bits a number, {smaller:.1f} times smaller than dense in "
+        f"16 bits and {smaller_than_model:.1f} times than dense in {dtype}."
     )
 
 
