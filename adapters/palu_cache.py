@@ -218,6 +218,7 @@ class PaluCache(CompressedCache):
                 heads=module.h,
                 d=module.d,
                 first_tokens=module.first_tokens,
+                rebuilds=module.has_rope or module.first_tokens > 0,
                 name=f"layer {index}",
                 options=options,
             )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
+from kvsketch._dispatch import engine_for
 from kvsketch.cache import Cache
 from kvsketch.codecs import Codec
 from kvsketch.layout import page_layout
@@ -35,19 +36,30 @@ class LatentStore:
         Key/value heads of the layer and their size.
     first_tokens
         First tokens of a row whose true keys and values are kept.
+    rebuilds
+        Whether attention rebuilds keys (:func:`kvsketch.palu.attend`), or each slice's cache attends by itself.
     name, options
         How errors call the layer, and further arguments of :class:`~kvsketch.cache.Cache`.
     """
 
     def __init__(
-        self, slices: int, codec: Codec, *, heads: int, d: int, first_tokens: int, name: str, options: dict[str, Any]
+        self,
+        slices: int,
+        codec: Codec,
+        *,
+        heads: int,
+        d: int,
+        first_tokens: int,
+        rebuilds: bool,
+        name: str,
+        options: dict[str, Any],
     ) -> None:
         self.slices = [
             Cache(codec, codec, residual_length=0, sink_tokens=0, name=f"{name}, slice {i}", **options)
             for i in range(slices)
         ]
         self.heads, self.d, self.dv = heads, d, d
-        self.first_tokens, self.name = first_tokens, name
+        self.first_tokens, self.rebuilds, self.name = first_tokens, rebuilds, name
         self._forget_first()
 
     def __repr__(self) -> str:
@@ -197,6 +209,10 @@ class LatentStore:
         own = [cache.report() for cache in self.slices]
         numbers = int(self.lengths.sum()) * self.heads * self.d
         firsts = sum(0 if x is None else x.nbytes for x in (self.first_keys, self.first_values))
+        engines = dict(own[0]["engines"])
+        if self.rebuilds:
+            del engines["attention.attend"]
+            engines["palu.attend"] = engine_for("palu.attend", np.empty(0), engine=self.slices[0].engine)
         given = self.slices[0]._contents
         model = 0 if given is None else numbers * (given.given[0].itemsize + given.given[1].itemsize)
         return own[0] | {
@@ -207,6 +223,7 @@ class LatentStore:
             "allocated_nbytes": sum(entry["allocated_nbytes"] for entry in own) + firsts,
             "dense_nbytes_16": 4 * numbers,
             "dense_nbytes_model": model,
+            "engines": engines,
             "saturated": sum(entry["saturated"] for entry in own),
         }
 

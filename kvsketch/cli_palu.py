@@ -44,6 +44,7 @@ def palu(
         Path | None, typer.Option(help="UTF-8 text to calibrate on. [default: the manual that comes with Python]")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of it to read; half of them for gradients.")] = 32768,
+    calibration_window: Annotated[int, typer.Option(help="Tokens of it that are read at once.")] = 512,
     calibration_cache: Annotated[
         Path | None,
         typer.Option(help="File of the calibration's sums: an interrupted run goes on, another conversion reuses it."),
@@ -88,9 +89,9 @@ def palu(
         latent_bits=latent_bits,
         latent_group=latent_group,
     )
-    window = CalibrationSettings().window
-    at_least(2 * window, "--tokens", tokens)
-    reading = _checked(CalibrationSettings, tokens=tokens, gradient_tokens=max(window, tokens // 2))
+    at_least(2, "--calibration-window", calibration_window)
+    at_least(2 * calibration_window, "--tokens", tokens)
+    reading = CalibrationSettings(tokens=tokens, gradient_tokens=tokens // 2, window=calibration_window)
     with user_errors("OUT"):
         check_new_folder(out)
     content, source, held_out, held_out_source = _read_texts(calibration, evaluate)

@@ -67,6 +67,7 @@ def test_bytes_are_the_formula(bits: int | None) -> None:
     assert report["total"]["bits"] == pytest.approx(8 * cache.nbytes / (2 * 2 * 2 * 16 * tokens))
     assert report["total"]["dense_nbytes_16"] == 2 * 2 * 2 * 2 * 16 * tokens
     assert report["total"]["table_nbytes"] == 2 * 4 * 16 * tokens
+    assert set(report["total"]["engines"]) == {"pages.encode_keys", "pages.encode_values", "palu.attend"}
     assert report["layers"][0]["exact_tokens"] == tokens - 32 * pages
     for layer_ in cache.compressed:
         layer_.store.flush()

@@ -131,6 +131,8 @@ MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("--latent-bits", "5"), ("--latent-bits", "5", "[1, 2, 3, 4, 8]")),
     (("--latent-group", "32"), ("--latent-group", "latent_bits")),
     (("--tokens", "100"), ("--tokens", "at least 1024", "100")),
+    (("--tokens", "1100", "--calibration-window", "600"), ("--tokens", "at least 1200", "1100")),
+    (("--calibration-window", "1"), ("--calibration-window", "at least 2")),
     (("--tokens", "900000"), ("--calibration", "900000 tokens", "longer text or fewer tokens")),
     (("--evaluate", "HERE/none.txt"), ("--evaluate", "no such file")),
     (("--evaluate", "SHORT"), ("--evaluate", "longer text")),
