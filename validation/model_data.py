@@ -1,4 +1,4 @@
-"""Queries, keys and values of the demo model on a text: what claims about real data are checked on."""
+"""Queries, keys and values of the demo model on a text, and what those are made of: for claims about real data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ RECORDER = "kvsketch_recorder"
 
 @dataclass(frozen=True)
 class LayerData:
-    """One layer's q (hq, n, d), k (h, n, d) and v (h, n, dv), float32, as attention is given them (after RoPE)."""
+    """One layer's q (hq, n, d), k (h, n, d) and v (h, n, dv), float32, as attention is given them (after RoPE).
+
+    `inputs` (n, in) are what keys (before RoPE) and values are projections of, by `weight_k` and `weight_v` (out, in).
+    """
 
     q: Any
     k: Any
     v: Any
+    inputs: Any
+    weight_k: Any
+    weight_v: Any
 
 
 def missing() -> str:
@@ -42,7 +48,7 @@ def missing() -> str:
 
 @lru_cache(maxsize=1)
 def collect() -> tuple[LayerData, ...]:
-    """All layers' queries, keys and values on the first :data:`TOKENS` tokens of Python's manual, read once."""
+    """All layers' data on the first :data:`TOKENS` tokens of Python's manual, read once."""
     from kvsketch.console import quiet_transformers, read_text
 
     quiet_transformers()
@@ -52,14 +58,24 @@ def collect() -> tuple[LayerData, ...]:
 
     from kvsketch.adapters.attention_function import dense_attention
     from kvsketch.adapters.models import SMOLLM2, load_model
+    from kvsketch.adapters.palu_models import attention_layers
 
     model, tokenizer = load_model(SMOLLM2)
     layers: list[LayerData] = []
+    projections = attention_layers(model)
+    inputs: list[Any] = []
+    for projection in projections:
+        projection.k.module.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+
+    def array(x: Any) -> Any:
+        return np.array(x.float().numpy())
 
     def record(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **kwargs: Any
     ) -> Any:
-        layers.append(LayerData(*(np.array(x[0].float().numpy()) for x in (query, key, value))))
+        own = projections[len(layers)]
+        given = (query[0], key[0], value[0], inputs.pop()[0], own.k.weight, own.v.weight)
+        layers.append(LayerData(*map(array, given)))
         return dense_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
     AttentionInterface.register(RECORDER, record)

@@ -27,6 +27,13 @@ NAMES = (
     "kivi_window",
     "attention_error",
     "bit_budgets",
+    "palu_svd",
+    "palu_whitening",
+    "palu_granularity",
+    "palu_rotation",
+    "palu_attention",
+    "palu_bits",
+    "palu_model",
 )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsketch import _dispatch, bounds, rotation
+from kvsketch import _dispatch, _palu_factors, bounds, palu, rotation
 from kvsketch.reference import kivi, qjl
+from kvsketch.reference import palu as reference_palu
 from kvsketch.reference.bitpack import pack_signs
 from kvsketch.statistical_tests import check_at_most
 from kvsketch.validation import test_claims
@@ -126,6 +127,29 @@ def subtract_squares(patch: Patch) -> None:
     patch.setattr(qjl, "sketch_keys", sketch_keys)
 
 
+def ignore_gram(patch: Patch) -> None:
+    directions = _palu_factors._directions
+    patch.setattr(_palu_factors, "_directions", lambda scaled, gram: directions(scaled, np.eye(len(gram))))
+
+
+def ignore_gradients(patch: Patch) -> None:
+    roots = _palu_factors._roots
+    patch.setattr(_palu_factors, "_roots", lambda weight, damping: roots(np.eye(len(weight)), damping))
+
+
+def rotate_one_factor(patch: Patch) -> None:
+    patch.setattr(palu, "rotate", lambda down, up, rotation: (rotation @ down, up))
+
+
+def turn_keys_for_next_place(patch: Patch) -> None:
+    rebuild = reference_palu.rebuild_keys
+    patch.setattr(
+        reference_palu,
+        "rebuild_keys",
+        lambda latents, matrices, key_norm, rope, at: rebuild(latents, matrices, key_norm, rope, at + 1),
+    )
+
+
 MUTATIONS = (
     Mutation("c_d scaled by 1.01", scale_constant, ("unbiased",)),
     Mutation("sqrt(pi/2) for orthogonal rows at d = 16", use_published_constant, ("unbiased",)),
@@ -137,6 +161,10 @@ MUTATIONS = (
     Mutation("keys grouped along channels", group_keys_along_channels, ("same_codes", "kivi_axes")),
     Mutation("a seed ignored", ignore_seed, ("unbiased", "variance")),
     Mutation("the outliers' norm from sqrt(a^2 - b^2)", subtract_squares, ("outliers", "same_codes")),
+    Mutation("whitening ignores the inputs", ignore_gram, ("palu_whitening",)),
+    Mutation("two-sided factors ignore the gradients", ignore_gradients, ("palu_whitening",)),
+    Mutation("one of two factors rotated", rotate_one_factor, ("palu_rotation",)),
+    Mutation("rebuilt keys turned for the next place", turn_keys_for_next_place, ("palu_attention",)),
 )
 
 
@@ -182,8 +210,12 @@ def test_a_mutation_ends_with_its_test(mutation: Mutation) -> None:
     assert _fingerprint() == before
 
 
+#: What mutations change.
+MODULES = (bounds, rotation, kivi, qjl, palu, _palu_factors, reference_palu)
+
+
 def _fingerprint() -> tuple[Any, ...]:
-    return (*(vars(module).copy() for module in (bounds, rotation, kivi, qjl)),)
+    return (*(vars(module).copy() for module in MODULES),)
 
 
 class NotRunError(Exception):
