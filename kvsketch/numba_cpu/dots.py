@@ -2,8 +2,8 @@
 
 A unit of codes is 32 lanes by 8 contraction rows (16 for 1 and 3 bits; docs/layout.md). In 64 of its bytes, byte
 ``8*i + r`` holds codes of row r, so that an int32 covers four rows of one lane and a dot product of neighbouring
-numbers contracts over rows. Codes are multiplied where they lie: a mask leaves a plane's code times a power of two,
-which the sums are rid of at the end. Lanes are tokens for keys and channels for values.
+numbers contracts over rows. What numbers codes are multiplied as: :mod:`kvsketch.numba_cpu.unit_codes`. Lanes are
+tokens for keys and channels for values.
 
 int16 coefficients take the even and the odd rows in turn: those of 8 rows are stored as rows 0 2 4 6 1 3 5 7, 16
 bytes. int8 coefficients take all rows at once and are stored in order, 8 bytes.
@@ -11,8 +11,9 @@ bytes. int8 coefficients take all rows at once and are stored in order, 8 bytes.
 Weights of values are never negative. Their int16 coefficients are stored less 32768, so that all 16 bits count, and
 the sums start from 32768 times those of the codes, which are the same for all queries.
 
-Sums are tuples of int32 vectors, plane by plane of 8 lanes and in a plane query by query. A vector shorter than 64
-bytes covers a part of a plane's lanes; parts are summed one after the other.
+Sums are tuples of int32 vectors, plane by plane of 8 lanes and in a plane query by query; where products are summed in
+int16 first, there are as many vectors of those. A vector shorter than 64 bytes covers a part of a plane's lanes; parts
+are summed one after the other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kvsketch.numba_cpu.emit import (
     emit_dot_shorts,
     emit_load,
     emit_multiply_add,
+    emit_pairs,
     emit_prefetch,
     emit_repeat,
     emit_shuffle,
@@ -43,29 +45,27 @@ from kvsketch.numba_cpu.emit import (
     emit_store,
     emit_sum_bytes,
 )
-from kvsketch.numba_cpu.simd import ints, operation
+from kvsketch.numba_cpu.simd import ints, operation, shorts
+from kvsketch.numba_cpu.unit_codes import (
+    MOST,
+    PLANES,
+    are_alone,
+    byte_codes,
+    largest_code,
+    plane_weight,
+    short_codes,
+    sums_bytes_in_shorts,
+    units_in_shorts,
+)
 
-#: Planes of 8 lanes in a unit.
-PLANES = 4
 #: Parts that 64 bytes of codes are taken in.
 PARTS = 64 // VECTOR_BYTES
 #: Queries that share a load of codes, as many as there are registers for.
 QUERIES = 4 if TIER == "avx512-vnni" else 2
-#: Largest number that a code is multiplied as, by its bits and coefficients.
-LARGEST = {"int16": {1: 8, 2: 192, 3: 448, 4: 240, 8: 255}, "int8": {1: 8, 2: 192, 3: 7, 4: 240, 8: 255}}
 #: Bytes that the sums of the codes of 32 channels take.
 KEPT = 64 * PLANES
 #: Bytes of the coefficients of 8 rows.
 COEFFICIENT_BYTES = {"int16": 16, "int8": 8}
-
-
-def plane_weight(bits: int, plane: int, coefficients: str) -> float:
-    """What a plane's sums are multiplied by: one over the power of two that its codes came with."""
-    if bits == 1:
-        return 1 / (1 << plane)
-    if bits == 3:
-        return 1 / (1 << 2 * plane) if coefficients == "int16" else 1.0
-    return 1 / (1 << bits * (plane % (8 // bits)))
 
 
 def bias_of(coefficients: str, signed: bool) -> int:
@@ -78,8 +78,8 @@ def make_limit(bits: int, coefficients: str, *, signed: bool) -> Any:
 
     An int32 sums half of the rows, and the two halves of a score are added before they become float32.
     """
-    most = (32767 if coefficients == "int16" else 127) + bias_of(coefficients, signed)
-    largest = LARGEST[coefficients][bits]
+    most = MOST[coefficients] + bias_of(coefficients, signed)
+    largest = largest_code(bits, coefficients)
 
     @inner
     def limit(rows):  # type: ignore[no-untyped-def]
@@ -88,89 +88,18 @@ def make_limit(bits: int, coefficients: str, *, signed: bool) -> Any:
     return limit
 
 
-def _halves(b: ir.IRBuilder, x: Any) -> tuple[Any, Any]:
-    """Even bytes in the low half of each int16 (with the odd ones above them), and odd bytes alone."""
-    return x, b.lshr(x, emit_constant(x.type, 8))
+def _sums(queries: int, in_shorts: bool = False) -> types.UniTuple:
+    return types.UniTuple(shorts if in_shorts else ints, PLANES * queries)
 
 
-def _mask(b: ir.IRBuilder, x: Any, mask: int) -> Any:
-    return b.and_(x, emit_constant(x.type, mask))
-
-
-def _shift(b: ir.IRBuilder, x: Any, left: int) -> Any:
-    if left == 0:
-        return x
-    return b.shl(x, emit_constant(x.type, left)) if left > 0 else b.lshr(x, emit_constant(x.type, -left))
-
-
-def _short_codes(b: ir.IRBuilder, unit: Any, offset: int, bits: int) -> list[list[tuple[Any, Any]]]:
-    """Codes of a unit for int16 coefficients: for each 8 rows and plane, those of the even and of the odd rows."""
-
-    def load(vector: int) -> tuple[Any, Any]:
-        return _halves(b, emit_load(b, unit, 64 * vector + offset, VECTORS["int16"]))
-
-    if bits == 1:
-        halves = load(0)
-        later = tuple(_shift(b, x, -4) for x in halves)
-        return [[tuple(_mask(b, x, 1 << p) for x in rows) for p in range(PLANES)] for rows in (halves, later)]  # type: ignore[misc]
-    if bits == 3:
-        high = load(2)
-        result = []
-        for rows in range(2):
-            low = load(rows)
-            planes = []
-            for p in range(PLANES):
-                codes = [
-                    b.or_(_mask(b, x, 3 << 2 * p), _mask(b, _shift(b, y, p + 2 - 4 * rows), 4 << 2 * p))
-                    for x, y in zip(low, high, strict=True)
-                ]
-                planes.append((codes[0], codes[1]))
-            result.append(planes)
-        return result
-    planes = []
-    for vector in range(bits // 2):
-        even, odd = load(vector)
-        for p in range(8 // bits):
-            mask = ((1 << bits) - 1) << bits * p
-            planes.append((_mask(b, even, mask), odd if bits == 8 else _mask(b, odd, mask)))
-    return [planes]
-
-
-def _byte_codes(b: ir.IRBuilder, unit: Any, offset: int, bits: int) -> list[list[Any]]:
-    """Codes of a unit for int8 coefficients: for each 8 rows and plane, a vector of bytes."""
-
-    def load(vector: int) -> Any:
-        return emit_load(b, unit, 64 * vector + offset, VECTORS["int16"])
-
-    def mask(x: Any, mask: int) -> Any:
-        return b.bitcast(_mask(b, x, 257 * mask), VECTORS["uint8"])
-
-    if bits == 1:
-        word = load(0)
-        return [[mask(x, 1 << p) for p in range(PLANES)] for x in (word, _shift(b, word, -4))]
-    if bits == 3:
-        high, result = load(2), []
-        for rows in range(2):
-            low = load(rows)
-            result.append(
-                [
-                    b.or_(mask(_shift(b, low, -2 * p), 3), mask(_shift(b, high, 2 - p - 4 * rows), 4))
-                    for p in range(PLANES)
-                ]
-            )
-        return result
-    return [
-        [mask(load(vector), ((1 << bits) - 1) << bits * p) for vector in range(bits // 2) for p in range(8 // bits)]
-    ]
-
-
-def _zero_sums(queries: int) -> Any:
-    kind = types.UniTuple(ints, PLANES * queries)
+def _zero_sums(queries: int, in_shorts: bool = False) -> Any:
+    vector = VECTORS["int16" if in_shorts else "int32"]
 
     @intrinsic
     def zero_sums(_context: Any) -> Any:
-        array = ir.ArrayType(VECTORS["int32"], PLANES * queries)
-        return operation(kind(), lambda b: ir.Constant(array, [emit_constant(VECTORS["int32"], 0)] * array.count))
+        array = ir.ArrayType(vector, PLANES * queries)
+        zeros = ir.Constant(array, [emit_constant(vector, 0)] * array.count)
+        return operation(_sums(queries, in_shorts)(), lambda b: zeros)
 
     return zero_sums
 
@@ -180,8 +109,21 @@ def _add_unit(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
 
     Meanwhile the bytes `ahead` of the unit are asked for.
     """
-    kind = types.UniTuple(ints, PLANES * queries)
-    size = COEFFICIENT_BYTES[coefficients]
+    in_shorts = sums_bytes_in_shorts(bits, coefficients)
+    kind, size = _sums(queries, in_shorts), COEFFICIENT_BYTES[coefficients]
+    element = "int16" if coefficients == "int16" else "uint8"
+
+    def load_codes(b: ir.IRBuilder, unit: Any) -> Any:
+        """For each 8 rows and plane: vectors to be multiplied with as many of coefficients."""
+        if coefficients == "int16":
+            return short_codes(b, unit, 0, bits)
+        alone = are_alone(bits, coefficients)
+        return [[(codes,) for codes in planes] for planes in byte_codes(b, unit, 0, bits, alone=alone)]
+
+    def add_products(b: ir.IRBuilder, total: Any, codes: Any, numbers: Any) -> Any:
+        if coefficients == "int16":
+            return emit_dot_shorts(b, total, codes, numbers)
+        return b.add(total, emit_pairs(b, codes, numbers)) if in_shorts else emit_dot_bytes(b, total, codes, numbers)
 
     @intrinsic
     def add_unit(_context: Any, sums: Any, unit: Any, ahead: Any, numbers: Any, pitch: Any) -> Any:
@@ -190,24 +132,19 @@ def _add_unit(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
                 emit_prefetch(b, b.add(unit, ahead), line)
             totals = [b.extract_value(sums, i) for i in range(PLANES * queries)]
             bases = [b.extract_value(numbers, p) for p in range(1 if shared else PLANES)]
-            rows_of = _short_codes if coefficients == "int16" else _byte_codes
-            for rows, planes in enumerate(rows_of(b, unit, 0, bits)):
+            for rows, planes in enumerate(load_codes(b, unit)):
                 loaded = {}
                 for plane, codes in enumerate(planes):
                     for query in range(queries):
                         base = 0 if shared else plane
                         if (base, query) not in loaded:
                             address = b.add(bases[base], b.mul(pitch, I64(query)))
-                            element = "int16" if coefficients == "int16" else "uint8"
                             loaded[base, query] = [
                                 emit_repeat(b, address, size * rows + 8 * part, element) for part in range(size // 8)
                             ]
                         i = plane * queries + query
-                        if coefficients == "int16":
-                            for x, y in zip(codes, loaded[base, query], strict=True):
-                                totals[i] = emit_dot_shorts(b, totals[i], x, y)
-                        else:
-                            totals[i] = emit_dot_bytes(b, totals[i], codes, loaded[base, query][0])
+                        for x, y in zip(codes, loaded[base, query], strict=True):
+                            totals[i] = add_products(b, totals[i], x, y)
             for i, total in enumerate(totals):
                 sums = b.insert_value(sums, total, i)
             return sums
@@ -218,9 +155,73 @@ def _add_unit(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
     return add_unit
 
 
+def _widen(queries: int) -> Any:
+    """An operation that adds to sums what was summed in int16."""
+    kind = _sums(queries)
+
+    @intrinsic
+    def widen(_context: Any, sums: Any, short_sums: Any) -> Any:
+        def emit(b: ir.IRBuilder, sums: Any, short_sums: Any) -> Any:
+            one = emit_constant(VECTORS["int16"], 1)
+            for i in range(PLANES * queries):
+                total = emit_dot_shorts(b, b.extract_value(sums, i), b.extract_value(short_sums, i), one)
+                sums = b.insert_value(sums, total, i)
+            return sums
+
+        return operation(kind(kind, _sums(queries, True)), emit)
+
+    return widen
+
+
+def _unit_steps(bits: int, coefficients: str) -> tuple[int, int]:
+    """Bytes of a unit of codes and of its coefficients."""
+    return unit_bytes(bits), COEFFICIENT_BYTES[coefficients] * unit_rows(bits) // 8
+
+
+def _make_add_pages(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
+    """A function that adds the products of `pages` times `units` units to sums; arguments as for the blocks below."""
+    add_unit, (code_step, step) = _add_unit(bits, coefficients, queries, shared), _unit_steps(bits, coefficients)
+    if not sums_bytes_in_shorts(bits, coefficients):
+
+        @inner
+        def add_pages(sums, codes, ahead, pages, page_step, units, numbers, pitch):  # type: ignore[no-untyped-def]
+            n0, n1, n2, n3 = numbers
+            offset = 0
+            for page in range(pages):
+                start = codes + page * page_step
+                for unit in range(units):
+                    at = (n0 + offset, n1 + offset, n2 + offset, n3 + offset)
+                    sums = add_unit(sums, start + code_step * unit, ahead, at, pitch)
+                    offset += step
+            return sums
+
+        return add_pages
+
+    most, zero_shorts, widen = units_in_shorts(bits), _zero_sums(queries, True), _widen(queries)
+
+    @inner
+    def add_pages_in_shorts(sums, codes, ahead, pages, page_step, units, numbers, pitch):  # type: ignore[no-untyped-def]
+        n0, n1, n2, n3 = numbers
+        offset, room, short_sums = 0, most, zero_shorts()
+        for page in range(pages):
+            start, first = codes + page * page_step, 0
+            while first < units:
+                if room == 0:
+                    sums, short_sums, room = widen(sums, short_sums), zero_shorts(), most
+                count = min(room, units - first)
+                for unit in range(first, first + count):
+                    at = (n0 + offset, n1 + offset, n2 + offset, n3 + offset)
+                    short_sums = add_unit(short_sums, start + code_step * unit, ahead, at, pitch)
+                    offset += step
+                first, room = first + count, room - count
+        return widen(sums, short_sums)
+
+    return add_pages_in_shorts
+
+
 def _first_sums(bits: int, queries: int, bias: int) -> tuple[Any, Any]:
     """Two operations: add a unit's codes to sums of four planes, and make of those what each query starts from."""
-    four, kind = types.UniTuple(ints, PLANES), types.UniTuple(ints, PLANES * queries)
+    four, kind = _sums(1), _sums(queries)
 
     @intrinsic
     def add_codes(_context: Any, sums: Any, unit: Any) -> Any:
@@ -228,12 +229,12 @@ def _first_sums(bits: int, queries: int, bias: int) -> tuple[Any, Any]:
             totals = [b.extract_value(sums, plane) for plane in range(PLANES)]
             if bits == 3:  # its codes, where they lie, take nine bits
                 one = emit_constant(VECTORS["int16"], 1)
-                for planes in _short_codes(b, unit, 0, bits):
+                for planes in short_codes(b, unit, 0, bits):
                     for plane, halves in enumerate(planes):
                         for codes in halves:
                             totals[plane] = emit_dot_shorts(b, totals[plane], codes, one)
             else:
-                for planes in _byte_codes(b, unit, 0, bits):
+                for planes in byte_codes(b, unit, 0, bits):
                     for plane, codes in enumerate(planes):
                         totals[plane] = emit_sum_bytes(b, totals[plane], codes)
             for plane, total in enumerate(totals):
@@ -266,7 +267,7 @@ def _store_codes(_context: Any, sums: Any, target: Any) -> Any:
         for plane in range(PLANES):
             emit_store(b, target, VECTOR_BYTES * plane, b.extract_value(sums, plane))
 
-    return operation(types.void(types.UniTuple(ints, PLANES), types.intp), emit)
+    return operation(types.void(_sums(1), types.intp), emit)
 
 
 @intrinsic
@@ -280,7 +281,7 @@ def _load_codes(_context: Any, source: Any) -> Any:
             sums = b.insert_value(sums, loaded, plane)
         return sums
 
-    return operation(types.UniTuple(ints, PLANES)(types.intp), emit)
+    return operation(_sums(1)(types.intp), emit)
 
 
 def _plane_weights(bits: int, coefficients: str, first: int) -> ir.Constant:
@@ -291,7 +292,7 @@ def _plane_weights(bits: int, coefficients: str, first: int) -> ir.Constant:
 
 def _store_lanes(bits: int, coefficients: str, queries: int) -> Any:
     """An operation that writes a part's sums as ``factor*sum + constant`` to 32 lanes a query."""
-    kind = types.UniTuple(ints, PLANES * queries)
+    kind = _sums(queries)
 
     @intrinsic
     def store_lanes(_context: Any, sums: Any, factors: Any, constants: Any, target: Any, pitch: Any) -> Any:
@@ -317,7 +318,7 @@ def _store_lanes(bits: int, coefficients: str, queries: int) -> Any:
 
 def _add_to_mix(bits: int, coefficients: str, queries: int) -> Any:
     """An operation that adds a part's sums times a query's factor to two running numbers a lane."""
-    kind = types.UniTuple(ints, PLANES * queries)
+    kind = _sums(queries)
 
     @intrinsic
     def add_to_mix(_context: Any, sums: Any, factors: Any, target: Any, pitch: Any) -> Any:
@@ -337,25 +338,16 @@ def _add_to_mix(bits: int, coefficients: str, queries: int) -> Any:
     return add_to_mix
 
 
-def _unit_steps(bits: int, coefficients: str) -> tuple[int, int]:
-    """Bytes of a unit of codes and of its coefficients."""
-    return unit_bytes(bits), COEFFICIENT_BYTES[coefficients] * unit_rows(bits) // 8
-
-
 def make_score_block(bits: int, coefficients: str, queries: int) -> Any:
     """A function that scores 32 tokens (lanes) for `queries` queries."""
-    zero_sums, add_unit = _zero_sums(queries), _add_unit(bits, coefficients, queries, True)
+    zero_sums, add_pages = _zero_sums(queries), _make_add_pages(bits, coefficients, queries, True)
     store_lanes = _store_lanes(bits, coefficients, queries)
-    code_step, step = _unit_steps(bits, coefficients)
 
     @inner
     def score_block(codes, ahead, units, numbers, pitch, factors, constants, target, target_pitch):  # type: ignore[no-untyped-def]
         for part in range(PARTS):
-            sums = zero_sums()
-            start = codes + VECTOR_BYTES * part
-            for unit in range(units):
-                at = numbers + step * unit
-                sums = add_unit(sums, start + code_step * unit, ahead, (at, at, at, at), pitch)
+            start, at = codes + VECTOR_BYTES * part, (numbers, numbers, numbers, numbers)
+            sums = add_pages(zero_sums(), start, ahead, 1, 0, units, at, pitch)
             store_lanes(sums, factors, constants, target + VECTOR_BYTES // 2 * part, target_pitch)
 
     return score_block
@@ -370,14 +362,13 @@ def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> 
     bias = bias_of(coefficients, signed=False)
     zero_sums, zero_codes = _zero_sums(queries), _zero_sums(1)
     add_codes, first_sums = _first_sums(bits, queries, bias)
-    add_unit, add_to_mix = _add_unit(bits, coefficients, queries, shared), _add_to_mix(bits, coefficients, queries)
-    code_step, step = _unit_steps(bits, coefficients)
+    add_pages = _make_add_pages(bits, coefficients, queries, shared)
+    add_to_mix, code_step = _add_to_mix(bits, coefficients, queries), unit_bytes(bits)
 
     @inner
     def mix_block(
         codes, ahead, pages, page_step, units, numbers, pitch, factors, target, target_pitch, kept, is_first
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        n0, n1, n2, n3 = numbers
         for part in range(PARTS):
             sums = zero_sums()
             if bias > 0:
@@ -392,13 +383,7 @@ def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> 
                 else:
                     code_sums = _load_codes(place)
                 sums = first_sums(code_sums)
-            offset = 0
-            for page in range(pages):
-                start = codes + page * page_step + VECTOR_BYTES * part
-                for unit in range(units):
-                    at = (n0 + offset, n1 + offset, n2 + offset, n3 + offset)
-                    sums = add_unit(sums, start + code_step * unit, ahead, at, pitch)
-                    offset += step
+            sums = add_pages(sums, codes + VECTOR_BYTES * part, ahead, pages, page_step, units, numbers, pitch)
             add_to_mix(sums, factors, target + VECTOR_BYTES * part, target_pitch)
 
     return mix_block

@@ -107,12 +107,17 @@ def emit_dot_bytes(b: ir.IRBuilder, total: Any, x: Any, y: Any) -> Any:
     return emit_dot_shorts(b, low, b.lshr(x, eight), b.ashr(y, eight))
 
 
+def emit_pairs(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """The products of two neighbouring uint8 of `x` and int8 of `y`, which must fit int16, as int16; of AVX2 alone."""
+    return emit_call(b, "llvm.x86.avx2.pmadd.ub.sw", VECTORS["int16"], [x, y])
+
+
 def emit_sum_bytes(b: ir.IRBuilder, total: Any, x: Any) -> Any:
     """Add to each int32 of `total` four neighbouring uint8 of `x`."""
     if TIER == "avx512-vnni":
         return emit_dot_bytes(b, total, x, emit_constant(x.type, 1))
     if TIER == "avx2":
-        pairs = emit_call(b, "llvm.x86.avx2.pmadd.ub.sw", VECTORS["int16"], [x, emit_constant(x.type, 1)])
+        pairs = emit_pairs(b, x, emit_constant(x.type, 1))
         return emit_dot_shorts(b, total, pairs, emit_constant(pairs.type, 1))
     x = b.bitcast(x, VECTORS["int32"])
     low = emit_constant(x.type, 0x00FF00FF)

@@ -20,6 +20,7 @@ from kvsketch.numba_cpu.dots import (
     make_score_block,
 )
 from kvsketch.numba_cpu.integers import TILE
+from kvsketch.numba_cpu.unit_codes import MOST, largest_code, units_in_shorts
 from kvsketch.testing import spacing
 
 BITS = (1, 2, 3, 4, 8)
@@ -232,6 +233,42 @@ def test_mixes_do_not_overflow(bits, kind):
                 ones = np.ones(QUERIES, np.float32)
                 found = mix(codes, four, bits, kind, ones, shared=True, pages=rows // 32)
                 np.testing.assert_array_equal(found, halves(codes, four).astype(np.float32))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_scores_of_as_many_units_as_int16_holds(bits):
+    """And of one fewer, one more and several times as many: all at their limits, so that one too many would show."""
+    rng, most = np.random.default_rng(bits), max(units_in_shorts(bits), 1)
+    for units in (1, most - 1, most, most + 1, 3 * most + 2):
+        rows = unit_rows(bits) * units
+        ones, zeros = np.ones(QUERIES, np.float32), np.zeros(QUERIES, np.float32)
+        for codes in (np.full((32, rows), 2**bits - 1), rng.integers(0, 2**bits, (32, rows))):
+            for coefficients in extremes(rng, MOST["int8"], -MOST["int8"], QUERIES, rows):
+                found = score(codes, coefficients, bits, "int8", ones, zeros)
+                np.testing.assert_array_equal(found, coefficients @ codes.T)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_mixes_of_pages_of_any_number_of_units(shared, bits):
+    """What int16 holds ends within a page, at its end, or after several; all at their limits."""
+    rng = np.random.default_rng(bits)
+    for page_rows, pages in ((16, 5), (32, 8), (96, 3), (160, 1), (384, 2)):
+        rows = page_rows * pages
+        for codes in (np.full((32, rows), 2**bits - 1), rng.integers(0, 2**bits, (32, rows))):
+            for coefficients in extremes(rng, MOST["int8"], 0, QUERIES, rows):
+                own = coefficients if shared else rng.permuted(np.stack([coefficients] * 4), axis=2)
+                four = np.broadcast_to(own, (4, QUERIES, rows))
+                found = mix(codes, four, bits, "int8", np.ones(QUERIES, np.float32), shared=shared, pages=pages)
+                np.testing.assert_array_equal(found, halves(codes, four).astype(np.float32))
+
+
+def test_int16_holds_no_more_units():
+    """Two products of each 8 rows: :func:`units_in_shorts` says how many fit, and none of two 8-bit codes."""
+    for bits in BITS:
+        step = 2 * MOST["int8"] * largest_code(bits, "int8") * unit_rows(bits) // 8
+        assert step * units_in_shorts(bits) < 2**15 <= step * (units_in_shorts(bits) + 1)
+    assert units_in_shorts(8) == 0
 
 
 def test_coefficients_have_the_bytes_of_their_kind():
