@@ -43,7 +43,13 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_claim_that_holds(tmp_path: Path) -> None:
     files = ("--json", tmp_path / "claims.json", "--report", tmp_path / "claims.html")
     output = run("--only", "unbiased", "--jobs", 2, "--seed", 5, *files).output
-    for part in ("QJL, Lemma 3.2", "engine reference, seed 5, quick", "The sketched score", "bias of every score", "1.0e-06"):
+    for part in (
+        "QJL, Lemma 3.2",
+        "engine reference, seed 5, quick",
+        "The sketched score",
+        "bias of every score",
+        "1.0e-06",
+    ):
         assert part in output
     assert "1 claim: 1 holds with a corrected constant." in output
     entries = json.loads((tmp_path / "claims.json").read_text())
