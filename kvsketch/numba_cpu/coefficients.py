@@ -273,7 +273,7 @@ def make_scale(queries: int, *, signed: bool, share: int = 0) -> Any:
     products are far above the others' and above `floor` become 0 and are listed in `rows`. Returns the number of rows.
     """
     start_tops, measure_tops, settle_tops = _start_tops(queries), _measure_tops(queries, signed), _settle_tops(queries)
-    find_large, split = make_split(queries, share)
+    find_large, split = make_split(share)
 
     @inner
     def scale(numbers, pitch, scales, count, limit, floor, target, target_pitch, results, rows):  # type: ignore[no-untyped-def]
@@ -286,14 +286,14 @@ def make_scale(queries: int, *, signed: bool, share: int = 0) -> Any:
             for query in range(queries):
                 any_large |= load_float(rows + 4 * query) > floor
             if any_large:
-                any_large = find_large(numbers, pitch, scales, count, limit, floor, results, rows)
+                any_large = find_large(queries, numbers, pitch, scales, count, limit, floor, results, rows)
         for query in range(queries):
             factor = splat(load_float(results + 16 + 4 * query))
             source, out = numbers + pitch * query, target + target_pitch * query
             for i in range(0, count, LANES):
                 store_floats(out + 4 * i, load_floats(source + 4 * i) * factor)
         if any_large:
-            return split(numbers, pitch, scales, count, target, target_pitch, rows)
+            return split(queries, numbers, pitch, scales, count, target, target_pitch, rows)
         return 0
 
     return scale

@@ -124,32 +124,28 @@ def make_score(bits: int, coefficients: str) -> Any:
     limit, midpoint = make_limit(bits, coefficients, signed=True), (2**bits - 1) / 2
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
     large_size, steps = large_bytes(KEY_SHARE), 2**bits - 1
+    score_rows = make_score_rows(bits)
 
-    def make_score_large(queries: int) -> Any:
-        score_rows = make_score_rows(bits, queries)
-
-        @inner
-        def score_large(large, found, scales, scale_step, page, step, count, part, spec, scores, pitch):  # type: ignore[no-untyped-def]
-            """Add the share of the channels that the sums leave out."""
-            stay_apart()
-            rows, blocks = load_long(spec + ROWS), load_long(spec + GROUP) // 32
-            locate_rows(large, found, padded_rows(rows), 0, depth, block_bytes)
-            block_step = rows // depth * block_bytes
-            for index in range(count):
-                codes = page + index * step + load_long(spec + CODES) + part * blocks * block_step
-                target = scores + 4 * (index * load_long(spec + TOKENS) + 32 * part * blocks)
-                for block in range(blocks):
-                    score_rows(
-                        codes + block * block_step, scales + index * scale_step, large, found, target + 128 * block,
-                        pitch,
-                    )  # fmt: skip
-
-        return score_large
+    @inner
+    def score_large(queries, large, found, scales, scale_step, page, step, count, part, spec, scores, pitch):  # type: ignore[no-untyped-def]
+        """Add the share of the channels that the sums leave out."""
+        stay_apart()
+        rows, blocks = load_long(spec + ROWS), load_long(spec + GROUP) // 32
+        locate_rows(large, found, padded_rows(rows), 0, depth, block_bytes)
+        block_step = rows // depth * block_bytes
+        for index in range(count):
+            codes = page + index * step + load_long(spec + CODES) + part * blocks * block_step
+            target = scores + 4 * (index * load_long(spec + TOKENS) + 32 * part * blocks)
+            for block in range(blocks):
+                score_rows(
+                    codes + block * block_step, scales + index * scale_step, large, found, queries,
+                    target + 128 * block, pitch,
+                )  # fmt: skip
 
     def make(queries: int) -> Any:
         scale = make_scale(queries, signed=True, share=KEY_SHARE)
         fold = make_fold(queries, coefficients, midpoint, signed=True)
-        score_block, score_large = make_score_block(bits, coefficients, queries), make_score_large(queries)
+        score_block = make_score_block(bits, coefficients, queries)
 
         @inner
         def score_part(first, q, q_pitch, scores, pitch, page, step, count, part, spec, scratch, floor):  # type: ignore[no-untyped-def]
@@ -187,7 +183,7 @@ def make_score(bits: int, coefficients: str) -> Any:
                         target + 128 * block, pitch,
                     )  # fmt: skip
             if found > 0:
-                score_large(large, found, scales, scale_step, page, step, count, part, spec, scores, pitch)
+                score_large(queries, large, found, scales, scale_step, page, step, count, part, spec, scores, pitch)
 
         return score_part
 
@@ -209,27 +205,23 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
     limit, midpoint = make_limit(bits, coefficients, signed=False), (2**bits - 1) / 2
     size, block_bytes, depth = COEFFICIENT_BYTES[coefficients] // 8, unit_bytes(bits), unit_rows(bits)
     large_size = large_bytes(VALUE_SHARE)
+    mix_rows = make_mix_rows(bits, shared)
 
-    def make_mix_large(queries: int) -> Any:
-        mix_rows = make_mix_rows(bits, queries, shared)
-
-        @inner
-        def mix_large(large, found, page, step, spec, target, pitch):  # type: ignore[no-untyped-def]
-            """Add the share of the tokens that the sums leave out."""
-            stay_apart()
-            tokens, group, groups = load_long(spec + TOKENS), load_long(spec + GROUP), load_long(spec + GROUPS)
-            locate_rows(large, found, tokens, step, depth, block_bytes)
-            codes, block_step = page + load_long(spec + CODES), tokens // depth * block_bytes
-            for block in range((load_long(spec + WIDTH) + 31) // 32):
-                scales = of_planes(block, group, groups, page + load_long(spec + SCALE), 2 * tokens)
-                mix_rows(codes + block * block_step, scales, large, found, target + 256 * block, pitch)
-
-        return mix_large
+    @inner
+    def mix_large(queries, large, found, page, step, spec, target, pitch):  # type: ignore[no-untyped-def]
+        """Add the share of the tokens that the sums leave out."""
+        stay_apart()
+        tokens, group, groups = load_long(spec + TOKENS), load_long(spec + GROUP), load_long(spec + GROUPS)
+        locate_rows(large, found, tokens, step, depth, block_bytes)
+        codes, block_step = page + load_long(spec + CODES), tokens // depth * block_bytes
+        for block in range((load_long(spec + WIDTH) + 31) // 32):
+            scales = of_planes(block, group, groups, page + load_long(spec + SCALE), 2 * tokens)
+            mix_rows(codes + block * block_step, scales, large, found, queries, target + 256 * block, pitch)
 
     def make(queries: int) -> Any:
         scale = make_scale(queries, signed=False, share=VALUE_SHARE)
         fold = make_fold(queries, coefficients, midpoint, signed=False)
-        mix_block, mix_large = make_mix_block(bits, coefficients, queries, shared), make_mix_large(queries)
+        mix_block = make_mix_block(bits, coefficients, queries, shared)
 
         @inner
         def mix_part(first, weights, weight_pitch, target, pitch, page, step, count, spec, base, scratch):  # type: ignore[no-untyped-def]
@@ -266,7 +258,7 @@ def make_mix(bits: int, coefficients: str, shared: bool) -> Any:
                     kept + KEPT * block, first == 0,
                 )  # fmt: skip
             if found > 0:
-                mix_large(large, found, page, step, spec, target, pitch)
+                mix_large(queries, large, found, page, step, spec, target, pitch)
 
         return mix_part
 

@@ -17,6 +17,7 @@ out.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -102,11 +103,15 @@ def _find_threshold(numbers, scales, count, top, floor, share):  # type: ignore[
         threshold = lower
 
 
-def make_split(queries: int, share: int) -> tuple[Any, Any]:
-    """Two functions: find what each query leaves out, and take it out of numbers that were multiplied by factors."""
+@lru_cache
+def make_split(share: int) -> tuple[Any, Any]:
+    """Two functions: find what each query leaves out, and take it out of numbers that were multiplied by factors.
+
+    One of each serves all numbers of queries: they are compiled once a kernel.
+    """
 
     @inner
-    def find(numbers, pitch, scales, count, limit, floor, results, rows):  # type: ignore[no-untyped-def]
+    def find(queries, numbers, pitch, scales, count, limit, floor, results, rows):  # type: ignore[no-untyped-def]
         """Whether anything is left out; tops in `rows` become thresholds, and `results` what follows from them."""
         stay_apart()
         any_large = False
@@ -122,7 +127,7 @@ def make_split(queries: int, share: int) -> tuple[Any, Any]:
         return any_large
 
     @inner
-    def split(numbers, pitch, scales, count, target, target_pitch, rows):  # type: ignore[no-untyped-def]
+    def split(queries, numbers, pitch, scales, count, target, target_pitch, rows):  # type: ignore[no-untyped-def]
         """Numbers above the thresholds become 0 and are listed; how many rows of codes there are."""
         stay_apart()
         found, row = 0, rows + HEAD
@@ -195,37 +200,44 @@ def _load_scale(b: ir.IRBuilder, address: Any, count: int) -> Any:
 
 
 def _add_rows(
-    b: ir.IRBuilder, rows: Any, found: Any, queries: int, sums: list[tuple[Any, int]], kind: ir.VectorType, take: Any
-) -> None:
-    """Add all rows to `sums`, an address and an offset for each of some planes and in a plane for each query.
+    b: ir.IRBuilder, rows: Any, found: Any, queries: Any, target: Any, pitch: Any, offsets: list[int],
+    kind: ir.VectorType, take: Any,
+) -> None:  # fmt: skip
+    """Add all rows to the vectors of `kind` that each query has at `offsets` from `target`, one a plane.
 
-    ``take(row)`` gives codes less their midpoint, and a scale for each or for all planes, as vectors of `kind`.
+    ``take(row)`` gives codes less their midpoint, and a scale for each or for all planes. What is compiled is for
+    :data:`QUERIES` queries: fewer have the last one's numbers and places again, and write the same there.
     """
+    last = b.sub(queries, I64(1))
+    order = [b.select(b.icmp_signed("<", I64(i), last), I64(i), last) for i in range(QUERIES)]
+    sums = [(b.add(target, b.mul(pitch, query)), offset) for offset in offsets for query in order]
     room = [cgutils.alloca_once(b, kind) for _ in sums]
     for place, (address, offset) in zip(room, sums, strict=True):
         b.store(emit_load(b, address, offset, kind), place)
     with cgutils.for_range(b, found) as loop:
         row = b.add(rows, b.add(b.mul(loop.index, I64(ROW)), I64(HEAD)))
         codes, scales = take(row)
-        weights = [
-            [b.fmul(emit_splat(b, emit_load(b, row, NUMBERS + 4 * query, F32), kind.count), scale) for scale in scales]
-            for query in range(queries)
-        ]
+        numbers = [emit_load(b, b.add(row, b.mul(query, I64(4))), NUMBERS, F32) for query in order]
+        weights = [[b.fmul(emit_splat(b, x, kind.count), scale) for scale in scales] for x in numbers]
         for plane, x in enumerate(codes):
-            for query in range(queries):
-                place = room[plane * queries + query]
+            for query in range(QUERIES):
+                place = room[plane * QUERIES + query]
                 b.store(emit_multiply_add(b, x, weights[query][plane % len(scales)], b.load(place)), place)
     for place, (address, offset) in zip(room, sums, strict=True):
         emit_store(b, address, offset, b.load(place))
 
 
-def make_score_rows(bits: int, queries: int) -> Any:
+def make_score_rows(bits: int) -> Any:
     """An operation that adds the share of `found` channels to the scores of 32 tokens (lanes)."""
     midpoint = (2**bits - 1) / 2
 
     @intrinsic
-    def score_rows(_context: Any, units: Any, scales: Any, rows: Any, found: Any, target: Any, pitch: Any) -> Any:
-        def emit(b: ir.IRBuilder, units: Any, scales: Any, rows: Any, found: Any, target: Any, pitch: Any) -> None:
+    def score_rows(
+        _context: Any, units: Any, scales: Any, rows: Any, found: Any, queries: Any, target: Any, pitch: Any
+    ) -> Any:
+        def emit(
+            b: ir.IRBuilder, units: Any, scales: Any, rows: Any, found: Any, queries: Any, target: Any, pitch: Any
+        ) -> None:
             kind = ir.VectorType(F32, VECTOR_BYTES // 8)
             for part in range(PARTS):
 
@@ -235,19 +247,15 @@ def make_score_rows(bits: int, queries: int) -> Any:
                     scale = _load_scale(b, b.add(scales, emit_load(b, row, SCALE, I64)), kind.count)
                     return [b.fadd(b.sitofp(x, kind), emit_constant(kind, -midpoint)) for x in codes], [scale]
 
-                sums = [
-                    (b.add(target, b.mul(pitch, I64(query))), 4 * (8 * plane + kind.count * part))
-                    for plane in range(PLANES)
-                    for query in range(queries)
-                ]
-                _add_rows(b, rows, found, queries, sums, kind, take)
+                offsets = [4 * (8 * plane + kind.count * part) for plane in range(PLANES)]
+                _add_rows(b, rows, found, queries, target, pitch, offsets, kind, take)
 
-        return operation(types.void(*(types.intp,) * 6), emit)
+        return operation(types.void(*(types.intp,) * 7), emit)
 
     return score_rows
 
 
-def make_mix_rows(bits: int, queries: int, shared: bool) -> Any:
+def make_mix_rows(bits: int, shared: bool) -> Any:
     """An operation that adds the share of `found` tokens to 32 channels (lanes) of mixes: to a lane's first number.
 
     Scales are those of each plane of 8 channels, the same for all where `shared`.
@@ -255,8 +263,12 @@ def make_mix_rows(bits: int, queries: int, shared: bool) -> Any:
     midpoint = (2**bits - 1) / 2
 
     @intrinsic
-    def mix_rows(_context: Any, units: Any, scales: Any, rows: Any, found: Any, target: Any, pitch: Any) -> Any:
-        def emit(b: ir.IRBuilder, units: Any, scales: Any, rows: Any, found: Any, target: Any, pitch: Any) -> None:
+    def mix_rows(
+        _context: Any, units: Any, scales: Any, rows: Any, found: Any, queries: Any, target: Any, pitch: Any
+    ) -> Any:
+        def emit(
+            b: ir.IRBuilder, units: Any, scales: Any, rows: Any, found: Any, queries: Any, target: Any, pitch: Any
+        ) -> None:
             kind = VECTORS["float32"]
             # Words of 64 bits whose upper halves are 0 are pairs of a code and 0.
             middle = ir.Constant(kind, [-midpoint, 0.0] * (LANES // 2))
@@ -271,14 +283,10 @@ def make_mix_rows(bits: int, queries: int, shared: bool) -> Any:
                         for plane in range(1 if shared else PLANES)
                     ]
 
-                sums = [
-                    (b.add(target, b.mul(pitch, I64(query))), PLANE_BYTES * plane + VECTOR_BYTES * part)
-                    for plane in range(PLANES)
-                    for query in range(queries)
-                ]
-                _add_rows(b, rows, found, queries, sums, kind, take)
+                offsets = [PLANE_BYTES * plane + VECTOR_BYTES * part for plane in range(PLANES)]
+                _add_rows(b, rows, found, queries, target, pitch, offsets, kind, take)
 
         four = types.UniTuple(types.intp, PLANES)
-        return operation(types.void(types.intp, four, *(types.intp,) * 4), emit)
+        return operation(types.void(types.intp, four, *(types.intp,) * 5), emit)
 
     return mix_rows
