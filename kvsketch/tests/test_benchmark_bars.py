@@ -18,9 +18,10 @@ if not (ROOT / "benchmarks" / "__main__.py").exists():
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import bars  # noqa: E402
-from benchmarks.__main__ import app, merge  # noqa: E402
+from benchmarks.__main__ import app  # noqa: E402
 from benchmarks.machine import describe_machine  # noqa: E402
 from benchmarks.rows import Row  # noqa: E402
+from benchmarks.show import merge  # noqa: E402
 from benchmarks.subjects import ANCHOR, DATA, Shape  # noqa: E402
 from benchmarks.table import document  # noqa: E402
 from benchmarks.timing import Ratio  # noqa: E402
