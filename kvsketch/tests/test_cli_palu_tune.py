@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -166,6 +167,15 @@ def test_folders_are_checked_first(places: dict[str, Path], tmp_path: Path) -> N
     assert f"OUT: {tmp_path} exists already" in line
     (line,) = run(places["original"], tmp_path / "out", *text, code=2).stderr.splitlines()
     assert f"CONVERTED: {places['original']} is no folder of a converted model" in line
+
+
+def test_a_missing_peft_names_the_extra_that_brings_it(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvsketch.adapters.palu_tuning")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    (line,) = run(places["exact"], tmp_path / "out", "--text", places["text.txt"], code=2).stderr.splitlines()
+    assert line == "error: palu-tune: needs the package peft; run: pip install 'kvsketch[cli,hf,tune]'"
 
 
 @pytest.mark.parametrize("where", [(palu_tuning, "_train"), (palu_saving.os, "rename")])
