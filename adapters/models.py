@@ -27,7 +27,7 @@ def find_smollm2() -> Path | None:
     return next((path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-def load_model(name: str = SMOLLM2, *, dtype: torch.dtype | str = "float32") -> tuple[Any, Any]:
+def load_model(name: str = SMOLLM2, *, dtype: torch.dtype | str | None = "float32") -> tuple[Any, Any]:
     """Model and tokenizer called `name`, in evaluation mode.
 
     Parameters
@@ -36,18 +36,18 @@ def load_model(name: str = SMOLLM2, *, dtype: torch.dtype | str = "float32") -> 
         ``"smollm2"``, a local folder, one that ``kvsketch palu`` wrote, a local GGUF file, or a name on the Hugging
         Face hub.
     dtype
-        Of the model's weights: float32, float16 or bfloat16.
+        Of the model's weights: float32, float16 or bfloat16; None: that of a converted model's folder, else float32.
 
     Raises
     ------
     ValueError
         When the model cannot be found or loaded; the message says what to do.
     """
-    if dtype_name(dtype) not in FLOAT_DTYPES:
+    if dtype is not None and dtype_name(dtype) not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
-    dtype = getattr(torch, dtype_name(dtype))
     if is_converted(name):
         return load(name, dtype=dtype), _load_tokenizer(name)
+    dtype = getattr(torch, dtype_name("float32" if dtype is None else dtype))
     source: dict[str, Any] = {"pretrained_model_name_or_path": name}
     if name == SMOLLM2:
         path = find_smollm2()

@@ -1,7 +1,8 @@
 """Convert a model by Palu (arXiv 2407.21118), so that its cache holds low-rank latents instead of keys and values.
 
 ``calibrate`` a model on text, ``convert`` it, and generate with ``PaluCache.for_model(model)``; ``save_pretrained`` and
-``load`` keep a converted model in a folder.
+``load`` keep a converted model in a folder. ``kvsketch.adapters.palu_tuning.tune`` trains a converted model for a few
+steps, to recover what was lost; it needs the extra ``tune``.
 
 Examples
 --------

@@ -23,13 +23,14 @@ class Conversion:
     """How a model was converted: ``model.palu``.
 
     `calibration` is the fingerprint of the calibration, empty without one; `nbytes_before` are the bytes of the
-    attention layers' weights in the original model.
+    attention layers' weights in the original model, `tuning` the settings of a recovery after it, if there was one.
     """
 
     settings: PaluSettings
     plans: tuple[LayerPlan, ...]
     calibration: str
     nbytes_before: int
+    tuning: dict[str, Any] | None = None
 
     def attention_modules(self, model: Any) -> list[PaluAttention]:
         """The converted attention modules of `model`, in order."""
@@ -126,6 +127,15 @@ def install(
     for layer, module in zip(layers, modules, strict=True):
         setattr(layer.owner, layer.attribute, module)
     model.palu = conversion
+    model.save_pretrained = refuse_save_pretrained
+
+
+def refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
+    """What a converted model has for ``model.save_pretrained``, whose folder no transformers could load."""
+    raise ValueError(
+        "a model converted by Palu is not one that transformers can load; write it with "
+        "kvsketch.adapters.palu.save_pretrained(model, folder)"
+    )
 
 
 def module_nbytes(module: torch.nn.Module) -> int:

@@ -73,6 +73,7 @@ def _describe(model: Any, conversion: Conversion) -> dict[str, Any]:
         "layers": [asdict(plan) for plan in conversion.plans],
         "calibration": conversion.calibration,
         "nbytes_before": conversion.nbytes_before,
+        "tuning": conversion.tuning,
         "config": json.loads(model.config.to_json_string(use_diff=False)),
         "generation_config": None if generation is None else json.loads(generation.to_json_string()),
     }
@@ -96,18 +97,23 @@ def load(folder: str | os.PathLike[str], *, dtype: torch.dtype | str | None = No
     ValueError says what is wrong with a folder of another version or another program, or a damaged one.
     """
     path = Path(folder)
+    asked = None if dtype is None else dtype_name(dtype)
     description = _read_description(path)
     try:
         settings = PaluSettings(**description["settings"])
         plans = tuple(_read_plan(entry) for entry in description["layers"])
-        conversion = Conversion(settings, plans, description["calibration"], description["nbytes_before"])
+        conversion = Conversion(
+            *(settings, plans, description["calibration"], description["nbytes_before"]),
+            tuning=description.get("tuning"),
+        )
         config = transformers.AutoConfig.for_model(**description["config"])
-        own = getattr(torch, dtype_name(description["dtype"]))
+        # Made in the dtype asked for: model.to(dtype) would take RoPE's frequencies, always float32, with it.
+        chosen = getattr(torch, asked or dtype_name(description["dtype"]))
         if description["architecture"] not in SUPPORTED:
             raise ValueError(f"its architecture {description['architecture']!r} is none of {', '.join(SUPPORTED)}")
         with no_init_weights():
             model = getattr(transformers, description["architecture"])._from_config(
-                config, dtype=own, attn_implementation="sdpa"
+                config, dtype=chosen, attn_implementation="sdpa"
             )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path / CONFIG_FILE} does not describe a converted model: {error}") from None
@@ -118,8 +124,7 @@ def load(folder: str | os.PathLike[str], *, dtype: torch.dtype | str | None = No
     _load_weights(model, path / WEIGHTS_FILE)
     if description["generation_config"] is not None:
         model.generation_config = transformers.GenerationConfig(**description["generation_config"])
-    model = model.eval()
-    return model if dtype is None else model.to(getattr(torch, dtype_name(dtype)))
+    return model.eval()
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -14,16 +14,17 @@ from typing import Annotated, Any
 import typer
 
 from kvsketch._attend import COEFFICIENTS
-from kvsketch.cli_palu import palu, parse_palu_method
+from kvsketch.cli_palu import palu, parse_any_method
+from kvsketch.cli_palu_tune import palu_tune
 from kvsketch.cli_validate import validate
 from kvsketch.console import (
     DTYPES,
     at_least,
     fail,
     load_language_model,
+    load_original_model,
     note_length,
     one_of,
-    parse_method,
     preparing,
     print_results,
     progress_bar,
@@ -32,6 +33,7 @@ from kvsketch.console import (
     user_errors,
     writable,
 )
+from kvsketch.methods import LatentMethod
 
 DEMO_METHODS = "exact,kivi-4,kivi-2,qjl-paper,qjl-512"
 
@@ -86,20 +88,18 @@ def generate(
         fail("PROMPT is empty; give a question or a text")
     at_least(1, "--max-new-tokens", max_new_tokens)
     one_of(COEFFICIENTS, "--coefficients", coefficients)
-    latents = parse_palu_method(method, residual_length, sink_tokens)
-    chosen = parse_method("--method", method, residual_length, sink_tokens) if latents is None else None
+    chosen = parse_any_method("--method", method, residual_length, sink_tokens, coefficients)
     language_model, tokenizer = load_language_model(model, dtype, threads)
     from kvsketch.adapters.palu import PaluCache
     from kvsketch.adapters.transformers_cache import CompressedCache
     from kvsketch.evaluation import cache_argument, warm_up
 
     cache: CompressedCache
-    if chosen is None:
-        with user_errors("--method"):
-            cache = PaluCache.for_model(language_model, **(latents or {}))
+    with preparing(chosen), user_errors("--method"):
+        warm_up(language_model, chosen, coefficients)
+    if isinstance(chosen, LatentMethod):
+        cache = PaluCache.for_model(language_model, **chosen.options)
     else:
-        with preparing(chosen), user_errors("--method"):
-            warm_up(language_model, chosen, coefficients)
         cache = CompressedCache.for_model(language_model, chosen, coefficients=coefficients)
     if raw or tokenizer.chat_template is None:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -185,9 +185,17 @@ def compare(
         str,
         typer.Option(
             help="Methods, with commas between: exact, kivi-4, kivi-3, kivi-2, kivi-2-paper, qjl-paper, qjl-256, "
-            "qjl-512, or any combination such as 'keys=sketch:m=256,outliers=8,outlier_m=256;values=ints:bits=2'."
+            "qjl-512, or any combination such as 'keys=sketch:m=256,outliers=8,outlier_m=256;values=ints:bits=2'. For "
+            "a model that kvsketch palu converted also palu, palu-exact or palu-BITS."
         ),
     ] = DEMO_METHODS,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            help="The model that --model was converted from: its dense cache is then what all is compared with, and "
+            "the other methods are its own."
+        ),
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a window that are read exactly first.")] = 2048,
     score_tokens: Annotated[int, typer.Option(help="Tokens of a window that are then predicted and scored.")] = 256,
     residual_length: ResidualOption = None,
@@ -210,9 +218,16 @@ def compare(
     one_of(COEFFICIENTS, "--coefficients", coefficients)
     for option, file in (("--json", json_file), ("--report", report)):
         writable(option, file)
-    chosen = [parse_method("--methods", name, residual_length, sink_tokens) for name in split_methods(methods)]
+    chosen = [
+        parse_any_method("--methods", name, residual_length, sink_tokens, coefficients)
+        for name in split_methods(methods)
+    ]
     content, source = read_text(text)
     language_model, tokenizer = load_language_model(model, dtype, threads)
+    converted = getattr(language_model, "palu", None) is not None
+    if original is not None and not converted:
+        fail(f"--original {original}: {model} is not converted by Palu; leave --original out, or name a converted one")
+    dense_model = None if original is None else load_original_model(original, language_model, dtype)
     from kvsketch.environment import describe_environment
     from kvsketch.evaluation import check_exact, compare_methods, text_windows, warm_up
 
@@ -223,7 +238,8 @@ def compare(
             preparing(method),
             user_errors(f"--methods {method.name}"),
         ):
-            warm_up(language_model, method, coefficients)
+            own = dense_model is None or isinstance(method, LatentMethod)
+            warm_up(language_model if own else dense_model, method, coefficients)
     note_length(language_model, prompt_tokens + score_tokens)
     with progress_bar() as progress, user_errors("--model"):
         results = compare_methods(
@@ -231,6 +247,7 @@ def compare(
             ids,
             chosen,
             prompt_tokens=prompt_tokens,
+            original=dense_model,
             baseline=baseline,
             coefficients=coefficients,
             progress=progress,
@@ -238,6 +255,8 @@ def compare(
     setting = {"model": model, "text": source, "dtype": dtype, "prompt_tokens": prompt_tokens} | {
         "score_tokens": score_tokens,
         "windows": windows,
+        "original": original,
+        "baseline": _describe_baseline(converted, original),
         "threads": int(describe_environment()["threads"]["torch"]),
     }
     print_results(results, setting)
@@ -257,8 +276,21 @@ def compare(
             raise typer.Exit(1)
 
 
+def _describe_baseline(converted: bool, original: str | None) -> str:
+    """What the columns of quality compare with."""
+    if not converted:
+        return "the dense cache"
+    if original is not None:
+        return f"the dense cache of {original}, which was converted"
+    return (
+        "the dense cache of the converted model itself, with exact latents (what conversion lost is not in these "
+        "figures; --original names the model that was converted)"
+    )
+
+
 app.command()(validate)
 app.command()(palu)
+app.command()(palu_tune)
 
 
 @app.command()

@@ -11,20 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
+from kvsketch._attend import COEFFICIENTS
 from kvsketch.console import (
     DTYPES,
     at_least,
     fail,
     load_language_model,
+    parse_method,
     print_table,
     progress_bar,
+    quiet_transformers,
     read_text,
     user_errors,
     writable,
 )
+from kvsketch.methods import LatentMethod, Method
 
-#: Of a text that calibration and evaluation both name, the share that calibration may read; the rest is evaluated.
-CALIBRATION_SHARE = 0.6
+#: Of a text that is named for evaluation too, the share that may be calibrated or tuned on; the rest is evaluated.
+USED_SHARE = 0.6
 #: A window of evaluation: tokens that are read first, and those that are predicted after one more.
 PROMPT_TOKENS, SCORE_TOKENS = 256, 767
 #: Length at which the bytes of a cache are told.
@@ -74,9 +78,10 @@ def palu(
     for option, file in (("--json", json_file), ("--report", report), ("--calibration-cache", calibration_cache)):
         writable(option, file)
     with user_errors("palu"):
+        quiet_transformers()
         from kvsketch.adapters.palu import CalibrationSettings, PaluSettings
         from kvsketch.adapters.palu_saving import check_new_folder
-    settings = _checked(
+    settings = checked_options(
         PaluSettings,
         keep=keep,
         granularity=granularity,
@@ -94,7 +99,7 @@ def palu(
     reading = CalibrationSettings(tokens=tokens, gradient_tokens=tokens // 2, window=calibration_window)
     with user_errors("OUT"):
         check_new_folder(out)
-    content, source, held_out, held_out_source = _read_texts(calibration, evaluate)
+    content, source, held_out, held_out_source = read_texts("--calibration", calibration, evaluate)
     language_model, tokenizer = load_language_model(model, dtype, threads)
     record = _run(
         *(language_model, tokenizer, out, settings, reading, content, source, calibration_cache),
@@ -112,27 +117,30 @@ def palu(
         typer.echo(f"Wrote {report}")
 
 
-def parse_palu_method(method: str, residual_length: int | None, sink_tokens: int | None) -> dict[str, Any] | None:
-    """Options of a cache of latents that `method` names: ``palu`` (as converted), ``palu-exact`` or ``palu-BITS``.
-
-    None for a method of another kind.
-    """
+def parse_any_method(
+    option: str, method: str, residual_length: int | None, sink_tokens: int | None, coefficients: str
+) -> Method | LatentMethod:
+    """The method called `method` in `option`; of latents: ``palu`` (as converted), ``palu-exact`` or ``palu-BITS``."""
     name, _, bits = method.partition("-")
     if name != "palu":
-        return None
-    for option, value in (("--residual-length", residual_length), ("--sink-tokens", sink_tokens)):
+        return parse_method(option, method, residual_length, sink_tokens)
+    for setting, value in (("--residual-length", residual_length), ("--sink-tokens", sink_tokens)):
         if value is not None:
-            fail(f"{option} {value}: method {method} has none; first tokens are chosen by kvsketch palu --first-tokens")
+            fail(
+                f"{setting} {value}: method {method} has none; first tokens are chosen by kvsketch palu --first-tokens"
+            )
+    if coefficients != COEFFICIENTS[0]:
+        fail(f"--coefficients {coefficients}: method {method} rounds none; leave it out")
     if method == name:
-        return {}
+        return LatentMethod(method, {})
     if bits == "exact":
-        return {"latent_bits": None}
+        return LatentMethod(method, {"latent_bits": None})
     if not bits.isdecimal():
-        fail(f"--method {method}: give palu, palu-exact or palu-BITS, for instance palu-3")
-    return {"latent_bits": int(bits)}
+        fail(f"{option} {method}: give palu, palu-exact or palu-BITS, for instance palu-3")
+    return LatentMethod(method, {"latent_bits": int(bits)})
 
 
-def _checked(kind: Any, **arguments: Any) -> Any:
+def checked_options(kind: Any, **arguments: Any) -> Any:
     """``kind(**arguments)``; an argument that it refuses is named as the option that it came from."""
     try:
         return kind(**arguments)
@@ -141,19 +149,19 @@ def _checked(kind: Any, **arguments: Any) -> Any:
         fail(f"--{name.replace('_', '-')}: {error}")
 
 
-def _read_texts(calibration: Path | None, evaluate: Path | None) -> tuple[str, str, str, str]:
-    """The text to calibrate on and its name, and the one to evaluate on and its name (both empty without one).
+def read_texts(option: str, used: Path | None, evaluate: Path | None) -> tuple[str, str, str, str]:
+    """The text to use, which `option` named, its name, the one to evaluate on and its name (both empty without one).
 
-    One file for both is split, so that nothing is measured on what was calibrated on.
+    One file for both is split, so that nothing is measured on what was used.
     """
-    content, source = read_text(calibration, "--calibration")
+    content, source = read_text(used, option)
     if evaluate is None:
         return content, source, "", ""
     held_out, held_out_source = read_text(evaluate, "--evaluate")
-    if calibration is None or not evaluate.samefile(calibration):
+    if used is None or not evaluate.samefile(used):
         return content, source, held_out, held_out_source
-    cut = int(CALIBRATION_SHARE * len(content))
-    share = f"{CALIBRATION_SHARE:.0%}"
+    cut = int(USED_SHARE * len(content))
+    share = f"{USED_SHARE:.0%}"
     return content[:cut], f"the first {share} of {source}", content[cut:], f"what follows the first {share} of {source}"
 
 

@@ -17,12 +17,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from kvsketch.methods import Method, get_method
+from kvsketch.methods import LatentMethod, Method, get_method
 
 if TYPE_CHECKING:
     from kvsketch.evaluation import Result
 
 DTYPES = ("float32", "bfloat16", "float16")
+#: The optional extras that bring a package, where these are not the command line's own.
+EXTRAS = {"peft": "cli,hf,tune"}
 #: Columns of a table that is not written to a terminal.
 PLAIN_WIDTH = 100
 
@@ -45,7 +47,8 @@ def user_errors(option: str) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         fail(f"{option}: {error}")
     except ModuleNotFoundError as error:
-        fail(f"{option}: needs the package {error.name}; run: pip install 'kvsketch[cli,hf]'")
+        extras = EXTRAS.get(error.name or "", "cli,hf")
+        fail(f"{option}: needs the package {error.name}; run: pip install 'kvsketch[{extras}]'")
 
 
 def at_least(low: int, option: str, value: int | None) -> None:
@@ -131,8 +134,31 @@ def load_language_model(name: str, dtype: str, threads: int | None) -> tuple[Any
     """Model and tokenizer called `name`, computing in `dtype` with `threads` threads."""
     if dtype not in DTYPES:
         fail(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    return _load("--model", name, dtype, threads)
+
+
+def load_converted_model(argument: str, folder: Path, threads: int | None) -> tuple[Any, Any]:
+    """Model and tokenizer in `folder`, which `argument` named and ``kvsketch palu`` wrote, in their own dtype."""
+    from kvsketch.adapters.palu_saving import is_converted
+
+    if not is_converted(folder):
+        fail(f"{argument}: {folder} is no folder of a converted model; convert one first with kvsketch palu")
+    return _load(argument, str(folder), None, threads)
+
+
+def load_original_model(name: str, converted: Any, dtype: str) -> Any:
+    """The model called `name`, in `dtype`, which must be the one that `converted` was made from."""
+    from kvsketch.adapters.palu_original import check_original
+
+    model, _ = _load("--original", name, dtype, threads=None)
+    with user_errors(f"--original {name}"):
+        check_original(converted, model)
+    return model
+
+
+def _load(option: str, name: str, dtype: str | None, threads: int | None) -> tuple[Any, Any]:
     at_least(1, "--threads", threads)
-    with user_errors("--model"), waiting(f"Loading {name}"):
+    with user_errors(option), waiting(f"Loading {name}"):
         quiet_transformers()
         import torch
 
@@ -157,7 +183,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-def preparing(method: Method) -> AbstractContextManager[None]:
+def preparing(method: Method | LatentMethod) -> AbstractContextManager[None]:
     """Show that `method` is being warmed up."""
     return waiting(f"Preparing {method.name} (the first time, its kernels are compiled)")
 
@@ -203,9 +229,10 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
             for r in results
         ],
         f"Bits a number, exact tokens included, in a cache of {first.tokens} tokens; 'vs 16': times smaller than dense "
-        f"in 16 bits ({first.dense_bytes / 1e6:.2f} MB). Quality against the dense cache: perplexity (ppl), over its "
-        "own (ratio), mean KL in nats, agreement on the likeliest token.",
+        f"in 16 bits ({first.dense_bytes / 1e6:.2f} MB). Quality against {setting['baseline']}: perplexity (ppl), over "
+        "its own (ratio), mean KL in nats, agreement on the likeliest token.",
     )
+    floors = " and ".join(sorted({f"{r.floor_ms:.1f}" for r in results}))
     threads = "1 thread" if setting["threads"] == 1 else f"{setting['threads']} threads"
     warning = ". CONTENDED: something else was running, do not trust the times" if first.contended else ""
     print_table(
@@ -222,7 +249,7 @@ def print_results(results: Sequence[Result], setting: dict[str, Any]) -> None:
             )
             for r in results
         ],
-        f"Milliseconds: median and quartiles; 'attention' is the median without the model's own {first.floor_ms:.1f} "
+        f"Milliseconds: median and quartiles; 'attention' is the median without the model's own {floors} "
         "ms, a step with an empty context. Peak memory of cache and step.",
     )
 

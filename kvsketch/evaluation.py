@@ -4,6 +4,9 @@ A window of text is `prompt_tokens` tokens that the model reads exactly, once, w
 then `score_tokens` tokens that it is asked to predict one after the other while it reads them (teacher forcing). Each
 method starts from the same exact prompt, compressed, and reads the scored tokens through its compressed cache: the
 path that generation takes. Everything is compared with what the dense cache of transformers predicts.
+
+A model converted by Palu makes latents while it reads, so its own cache reads the prompt itself, and nothing in it is
+encoded before the prompt is read. The dense cache is then the original model's where that is given.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from kvsketch.measurement import (
     peak_extra_bytes,
     time_steps,
 )
-from kvsketch.methods import Method
+from kvsketch.methods import LatentMethod, Method
 
 #: Tokens read in one forward while scoring.
 CHUNK = 16
@@ -99,9 +102,10 @@ def text_windows(
 def compare_methods(
     model: Any,
     windows: Sequence[torch.Tensor],
-    methods: Sequence[Method],
+    methods: Sequence[Method | LatentMethod],
     *,
     prompt_tokens: int,
+    original: Any = None,
     baseline: bool = False,
     coefficients: str = "int16",
     progress: Progress = lambda description, completed, total: None,
@@ -112,41 +116,54 @@ def compare_methods(
     description, the work done and, where known, the work to do. Decode steps are timed after the last window, at the
     length of a whole window. `coefficients` is what attention may round to. The model is left with the attention that
     it came with.
+
+    With `original`, the model that `model` was converted from, the dense cache and the methods that do not hold latents
+    are those of `original`.
     """
     scores = {name: _Score() for name in (BASELINE, *(m.name for m in methods))}
-    own_attention = model.config._attn_implementation
+    models = [model if original is None else original, model]
+    own_attention = [each.config._attn_implementation for each in models]
     try:
         with torch.inference_mode():
             for number, window in enumerate(windows, 1):
                 title = f"window {number}/{len(windows)}"
                 runs = _start_runs(
-                    model, window[:, :prompt_tokens], methods, coefficients, own_attention, title, progress
+                    *(models, own_attention, window[:, :prompt_tokens], methods, coefficients, title, progress)
                 )
-                _score_window(model, window[:, prompt_tokens:], runs, scores, title, progress)
+                _score_window(window[:, prompt_tokens:], runs, scores, title, progress)
             measured = runs if baseline else runs[1:]
-            steps = _measure_steps(model, measured, windows[-1], own_attention, progress)
+            steps = _measure_steps(measured, windows[-1], models, own_attention, progress)
     finally:
-        model.set_attn_implementation(own_attention)
+        for each, attention in zip(models, own_attention, strict=True):
+            each.set_attn_implementation(attention)
     exact_perplexity = scores[BASELINE].perplexity
     return [_result(run, scores[run.name], exact_perplexity, steps) for run in measured]
 
 
-def warm_up(model: Any, method: Method, coefficients: str = "int16") -> None:
+def warm_up(model: Any, method: Method | LatentMethod, coefficients: str = "int16") -> None:
     """Fill and read a cache that is thrown away, so that the kernels of `method` are compiled afterwards.
 
     The model keeps its attention. Raises ValueError, at the price of a few short forwards, when the method does not fit
     the model.
     """
+    from kvsketch.adapters.palu import PaluCache
     from kvsketch.adapters.transformers_cache import CompressedCache
 
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    settings = [method.for_layer(layer, layers) for layer in range(layers)]
-    tokens = max(s.sink_tokens + s.residual_length for s in settings) + 128
+    exact = 0
+    if isinstance(method, Method):
+        settings = [method.for_layer(layer, layers) for layer in range(layers)]
+        exact = max(s.sink_tokens + s.residual_length for s in settings)
+    tokens = exact + 128
     ids = torch.arange(tokens)[None] % config.vocab_size
     own_attention = model.config._attn_implementation
     try:
-        cache = CompressedCache.for_model(model, method, coefficients=coefficients)
+        cache: CompressedCache
+        if isinstance(method, LatentMethod):
+            cache = PaluCache.for_model(model, **method.options)
+        else:
+            cache = CompressedCache.for_model(model, method, coefficients=coefficients)
         with torch.inference_mode():
             for chunk in (ids[:, :-3], ids[:, -3:-1], ids[:, -1:]):
                 read_tokens(model, chunk, cache, last_only=True)
@@ -170,19 +187,24 @@ def check_exact(results: Sequence[Result], dtype: str) -> tuple[bool, str] | Non
 
 @dataclass
 class _Run:
-    """A cache that is being compared, and the attention that its model needs."""
+    """A cache that is being compared, its model, and the attention that this needs."""
 
     name: str
     cache: Any
+    model: Any
     attention: str
 
-    def sizes(self, dtype: torch.dtype) -> dict[str, Any]:
+    def prepare(self) -> None:
+        """Give the model its attention."""
+        self.model.set_attn_implementation(self.attention)
+
+    def sizes(self) -> dict[str, Any]:
         """Bits and bytes of the cache as it is now."""
         if self.name != BASELINE:
             return self.cache.report()["total"]
         tensors = [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
         nbytes = sum(t.nbytes for t in tensors)
-        bits = 8.0 * dtype.itemsize
+        bits = 8.0 * self.model.dtype.itemsize
         return {"tokens": self.cache.get_seq_length(), "key_bits": bits, "value_bits": bits, "bits": bits} | {
             "nbytes": nbytes,
             "allocated_nbytes": nbytes,
@@ -227,77 +249,91 @@ def cache_argument(model: Any) -> str:
 
 
 def _start_runs(
-    model: Any,
+    models: Sequence[Any],
+    own_attention: Sequence[str],
     prompt: torch.Tensor,
-    methods: Sequence[Method],
+    methods: Sequence[Method | LatentMethod],
     coefficients: str,
-    own_attention: str,
     title: str,
     progress: Progress,
 ) -> list[_Run]:
-    """Prefill `prompt` once, exactly; compress the dense cache by each method. The dense run comes first."""
+    """Prefill `prompt` once, exactly; compress the dense cache by each method. The dense run comes first.
+
+    `models` are the one that is dense and the one of latents, which reads the prompt for each cache of latents.
+    """
+    from kvsketch.adapters.palu import PaluCache
     from kvsketch.adapters.transformers_cache import CompressedCache
 
     progress(f"{title}: reading a prompt of {prompt.shape[1]} tokens", 0, None)
-    model.set_attn_implementation(own_attention)
+    model, latent_model = models
     dense = DynamicCache(config=model.config)
+    runs = [_Run(BASELINE, dense, model, own_attention[0])]
+    runs[0].prepare()
     read_tokens(model, prompt, dense, last_only=True)
-    runs = [_Run(BASELINE, dense, own_attention)]
     for number, method in enumerate(methods):
         progress(f"{title}: compressing by {method.name}", number, len(methods))
-        cache = CompressedCache.from_dense(model, dense, method, coefficients=coefficients)
-        runs.append(_Run(method.name, cache, model.config._attn_implementation))
+        if isinstance(method, LatentMethod):
+            latents = PaluCache.for_model(latent_model, **method.options)
+            runs.append(_Run(method.name, latents, latent_model, own_attention[1]))
+            runs[-1].prepare()
+            read_tokens(latent_model, prompt, latents, last_only=True)
+        else:
+            cache = CompressedCache.from_dense(model, dense, method, coefficients=coefficients)
+            runs.append(_Run(method.name, cache, model, model.config._attn_implementation))
     return runs
 
 
 def _score_window(
-    model: Any, rest: torch.Tensor, runs: Sequence[_Run], scores: dict[str, _Score], title: str, progress: Progress
+    rest: torch.Tensor, runs: Sequence[_Run], scores: dict[str, _Score], title: str, progress: Progress
 ) -> None:
     """Read `rest` (1, s + 1) but its last token through every run's cache, and score what each predicts."""
-    given, targets = rest[:, :-1], rest[0, 1:].to(model.device)
+    given, targets = rest[:, :-1], rest[0, 1:].to(runs[0].model.device)
     for start in range(0, len(targets), CHUNK):
         progress(f"{title}: scoring", start, len(targets))
         chunk = slice(start, start + CHUNK)
         exact_log_p: torch.Tensor | None = None
         for run in runs:
-            model.set_attn_implementation(run.attention)
-            log_p = read_tokens(model, given[:, chunk], run.cache).double().log_softmax(-1)
+            run.prepare()
+            log_p = read_tokens(run.model, given[:, chunk], run.cache).double().log_softmax(-1)
             exact_log_p = log_p if exact_log_p is None else exact_log_p
             scores[run.name].add(log_p, exact_log_p, targets[chunk])
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """What was measured of decode steps: by run, the quartiles of its time, its sizes and its peak memory."""
+    """What was measured of decode steps: by run, the quartiles of its time and of its floor, sizes and peak memory."""
 
     times: dict[str, Timing]
+    floors: dict[str, Timing]
     sizes: dict[str, dict[str, Any]]
     peak_mb: dict[str, float | None]
     contended: bool
 
 
 def _measure_steps(
-    model: Any, runs: Sequence[_Run], window: torch.Tensor, own_attention: str, progress: Progress
+    runs: Sequence[_Run], window: torch.Tensor, models: Sequence[Any], own_attention: Sequence[str], progress: Progress
 ) -> _Steps:
-    """Sizes of the runs' caches, then one-token steps through them, in turns, and through an empty dense cache."""
+    """Sizes of the runs' caches, then one-token steps through them, in turns, and through empty dense caches."""
     token = window[:, :1]
 
     def step(run: _Run) -> Step:
+        return Step(run.name, run.prepare, lambda: read_tokens(run.model, token, run.cache))
+
+    def floor(model: Any, attention: str) -> Step:
         return Step(
-            run.name,
-            lambda: model.set_attn_implementation(run.attention),
-            lambda: read_tokens(model, token, run.cache),
+            f"floor of model {id(model)}",
+            lambda: model.set_attn_implementation(attention),
+            lambda: read_tokens(model, token, DynamicCache(config=model.config)),
         )
 
-    sizes = {run.name: run.sizes(model.dtype) for run in runs}
-    floor = Step(
-        "floor",
-        lambda: model.set_attn_implementation(own_attention),
-        lambda: read_tokens(model, token, DynamicCache(config=model.config)),
-    )
+    sizes = {run.name: run.sizes() for run in runs}
+    used = {id(run.model) for run in runs}
+    empty = {id(m): floor(m, a) for m, a in zip(models, own_attention, strict=True) if id(m) in used}
     neighbours = Neighbours()
-    times = time_steps([floor, *map(step, runs)], rounds=STEPS, warm_up=WARM_UP, progress=progress)
-    contended = neighbours.busiest_share() > NEIGHBOUR_LIMIT or times["floor"].spread > STEADY_LIMIT
+    times = time_steps([*empty.values(), *map(step, runs)], rounds=STEPS, warm_up=WARM_UP, progress=progress)
+    floors = {run.name: times[empty[id(run.model)].name] for run in runs}
+    spread = max(timing.spread for timing in floors.values())
+    contended = neighbours.busiest_share() > NEIGHBOUR_LIMIT or spread > STEADY_LIMIT
 
     peak_mb: dict[str, float | None] = {}
     for number, run in enumerate(runs):
@@ -305,13 +341,13 @@ def _measure_steps(
         measured = step(run)
         measured.prepare()
         extra = [peak_extra_bytes(measured.run) for _ in range(2)]
-        peaks = [e + run.sizes(model.dtype)["allocated_nbytes"] for e in extra if e is not None]
+        peaks = [e + run.sizes()["allocated_nbytes"] for e in extra if e is not None]
         peak_mb[run.name] = max(peaks) / 1e6 if peaks else None
-    return _Steps(times, sizes, peak_mb, contended)
+    return _Steps(times, floors, sizes, peak_mb, contended)
 
 
 def _result(run: _Run, score: _Score, exact_perplexity: float, steps: _Steps) -> Result:
-    sizes, time, floor = steps.sizes[run.name], steps.times[run.name], steps.times["floor"]
+    sizes, time, floor = steps.sizes[run.name], steps.times[run.name], steps.floors[run.name]
     return Result(
         method=run.name,
         key_bits=sizes["key_bits"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from kvsketch._checks import check_integer
 from kvsketch.codecs import CODEC_NAMES, Codec, Exact, GroupedInts, Side, SignSketch, TokenInts
@@ -79,6 +80,14 @@ class Method:
         """The same method with another exact window or number of exact first tokens; None keeps what it has."""
         early = None if self.early is None else self.early.with_settings(residual_length, sink_tokens)
         return replace(self, settings=self.settings.with_settings(residual_length, sink_tokens), early=early)
+
+
+@dataclass(frozen=True)
+class LatentMethod:
+    """A named cache of latents, of a model converted by Palu: `options` of ``PaluCache.for_model``."""
+
+    name: str
+    options: dict[str, Any]
 
 
 def _qjl_paper() -> Method:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -67,6 +68,25 @@ def test_dtypes_are_kept_or_changed(tmp_path: Path) -> None:
     save_pretrained(model, tmp_path / "out")
     assert load(tmp_path / "out").dtype is torch.bfloat16
     assert load(tmp_path / "out", dtype="float32").model.layers[0].self_attn.k_down.weight.dtype is torch.float32
+
+
+def test_frequencies_of_rope_stay_in_float32_whatever_the_dtype(tmp_path: Path) -> None:
+    model = converted("Llama", 0.5)
+    save_pretrained(model, tmp_path / "out")
+    loaded = load(tmp_path / "out", dtype="bfloat16")
+    assert loaded.dtype is torch.bfloat16
+    assert torch.equal(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    weight = model.model.layers[0].self_attn.k_down.weight
+    assert torch.equal(loaded.model.layers[0].self_attn.k_down.weight, weight.to(torch.bfloat16))
+
+
+def test_the_models_own_save_pretrained_names_the_right_one(tmp_path: Path) -> None:
+    model = converted("Llama", 0.5)
+    save_pretrained(model, tmp_path / "out")
+    for one in (model, load(tmp_path / "out"), copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"kvsketch\.adapters\.palu\.save_pretrained"):
+            one.save_pretrained(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
 
 
 def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:

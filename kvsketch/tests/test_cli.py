@@ -228,6 +228,7 @@ def test_contended_times_are_called_so(capsys: pytest.CaptureFixture[str]) -> No
     setting = {"model": "m", "text": "t", "dtype": "float32", "windows": 1, "threads": 2} | {
         "prompt_tokens": 90,
         "score_tokens": 10,
+        "baseline": "the dense cache",
     }
     for contended in (False, True):
         rows = [_result(contended=contended), _result(method="kivi-2", kl=0.1, contended=contended)]
