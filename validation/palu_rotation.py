@@ -99,7 +99,7 @@ def check_attention(setting: Setting, change: Rotate) -> Check:
     layer = make_layer(setting.generator("palu rotation", "layer"))
     ranks = (RANKS[0] // 4, RANKS[1] // 4)
     sides = [cut(weight, rank) for weight, rank in zip((layer.weight_k, layer.weight_v), ranks, strict=True)]
-    turned = [change(*side, palu.draw_rotation(rank)) for side, rank in zip(sides, ranks, strict=True)]
+    turned = [change(down, up, palu.draw_rotation(rank)) for (down, up), rank in zip(sides, ranks, strict=True)]
     found = []
     for (down_k, up_k), (down_v, up_v) in (sides, turned):
         cache = cache_of(setting, layer.inputs @ down_k.T, layer.inputs @ down_v.T, Exact())
