@@ -6,7 +6,7 @@ by ``limit/largest``, `largest` being the largest of its numbers times the large
 rounded: an error of at most half of ``largest/limit`` each. Numbers that would make this coarse for all others are
 left out (:mod:`kvsketch.numba_cpu.large`). Codes count from their midpoint, exactly, so that such an
 error is multiplied by at most half the range of the codes. Where no number is negative (weights), 16 bits hold
-coefficients up to 65535, stored less :func:`kvsketch.numba_cpu.dots.bias_of`.
+coefficients up to 65535, stored less :func:`kvsketch.numba_cpu.unit_codes.bias_of`.
 
 Some queries are taken at a time; numbers of a query follow one another, and counts are multiples of 32. Scales and
 zeros lie in runs of `count` float16 numbers, one for each of `pages` pages that start `step` bytes apart.
@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kvsketch.numba_cpu._compile import inner
-from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, bias_of
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES
 from kvsketch.numba_cpu.emit import (
     F32,
     I16,
@@ -56,6 +56,7 @@ from kvsketch.numba_cpu.simd import (
     splat,
     store_floats,
 )
+from kvsketch.numba_cpu.unit_codes import bias_of
 
 #: Added to a float32 below 2^22 in size, this rounds it to a whole number, ties to even.
 MAGIC = 1.5 * 2.0**23

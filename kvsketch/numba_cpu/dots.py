@@ -47,11 +47,10 @@ from kvsketch.numba_cpu.emit import (
 )
 from kvsketch.numba_cpu.simd import ints, operation, shorts
 from kvsketch.numba_cpu.unit_codes import (
-    MOST,
     PLANES,
     are_alone,
+    bias_of,
     byte_codes,
-    largest_code,
     plane_weight,
     short_codes,
     sums_bytes_in_shorts,
@@ -66,26 +65,6 @@ QUERIES = 4 if TIER == "avx512-vnni" else 2
 KEPT = 64 * PLANES
 #: Bytes of the coefficients of 8 rows.
 COEFFICIENT_BYTES = {"int16": 16, "int8": 8}
-
-
-def bias_of(coefficients: str, signed: bool) -> int:
-    """What stored coefficients are less by than the numbers they stand for."""
-    return 32768 if coefficients == "int16" and not signed else 0
-
-
-def make_limit(bits: int, coefficients: str, *, signed: bool) -> Any:
-    """A function of the number of rows: the largest coefficient with which no sum leaves the range of int32.
-
-    An int32 sums half of the rows, and the two halves of a score are added before they become float32.
-    """
-    most = MOST[coefficients] + bias_of(coefficients, signed)
-    largest = largest_code(bits, coefficients)
-
-    @inner
-    def limit(rows):  # type: ignore[no-untyped-def]
-        return min(most, (2**31 - 1) // (largest * max(rows if signed else rows // 2, 1)))
-
-    return limit
 
 
 def _sums(queries: int, in_shorts: bool = False) -> types.UniTuple:
@@ -178,29 +157,16 @@ def _unit_steps(bits: int, coefficients: str) -> tuple[int, int]:
     return unit_bytes(bits), COEFFICIENT_BYTES[coefficients] * unit_rows(bits) // 8
 
 
-def _make_add_pages(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
-    """A function that adds the products of `pages` times `units` units to sums; arguments as for the blocks below."""
+def _make_add_in_shorts(bits: int, coefficients: str, queries: int, shared: bool) -> Any:
+    """A function that adds the products of `pages` times `units` units to sums, by way of int16.
+
+    Arguments are as for the blocks below.
+    """
     add_unit, (code_step, step) = _add_unit(bits, coefficients, queries, shared), _unit_steps(bits, coefficients)
-    if not sums_bytes_in_shorts(bits, coefficients):
-
-        @inner
-        def add_pages(sums, codes, ahead, pages, page_step, units, numbers, pitch):  # type: ignore[no-untyped-def]
-            n0, n1, n2, n3 = numbers
-            offset = 0
-            for page in range(pages):
-                start = codes + page * page_step
-                for unit in range(units):
-                    at = (n0 + offset, n1 + offset, n2 + offset, n3 + offset)
-                    sums = add_unit(sums, start + code_step * unit, ahead, at, pitch)
-                    offset += step
-            return sums
-
-        return add_pages
-
     most, zero_shorts, widen = units_in_shorts(bits), _zero_sums(queries, True), _widen(queries)
 
     @inner
-    def add_pages_in_shorts(sums, codes, ahead, pages, page_step, units, numbers, pitch):  # type: ignore[no-untyped-def]
+    def add_in_shorts(sums, codes, ahead, pages, page_step, units, numbers, pitch):  # type: ignore[no-untyped-def]
         n0, n1, n2, n3 = numbers
         offset, room, short_sums = 0, most, zero_shorts()
         for page in range(pages):
@@ -216,7 +182,7 @@ def _make_add_pages(bits: int, coefficients: str, queries: int, shared: bool) ->
                 first, room = first + count, room - count
         return widen(sums, short_sums)
 
-    return add_pages_in_shorts
+    return add_in_shorts
 
 
 def _first_sums(bits: int, queries: int, bias: int) -> tuple[Any, Any]:
@@ -340,14 +306,28 @@ def _add_to_mix(bits: int, coefficients: str, queries: int) -> Any:
 
 def make_score_block(bits: int, coefficients: str, queries: int) -> Any:
     """A function that scores 32 tokens (lanes) for `queries` queries."""
-    zero_sums, add_pages = _zero_sums(queries), _make_add_pages(bits, coefficients, queries, True)
-    store_lanes = _store_lanes(bits, coefficients, queries)
+    zero_sums, store_lanes = _zero_sums(queries), _store_lanes(bits, coefficients, queries)
+    if sums_bytes_in_shorts(bits, coefficients):
+        add_in_shorts = _make_add_in_shorts(bits, coefficients, queries, True)
+
+        @inner
+        def score_in_shorts(codes, ahead, units, numbers, pitch, factors, constants, target, target_pitch):  # type: ignore[no-untyped-def]
+            for part in range(PARTS):
+                start, at = codes + VECTOR_BYTES * part, (numbers, numbers, numbers, numbers)
+                sums = add_in_shorts(zero_sums(), start, ahead, 1, 0, units, at, pitch)
+                store_lanes(sums, factors, constants, target + VECTOR_BYTES // 2 * part, target_pitch)
+
+        return score_in_shorts
+
+    add_unit, (code_step, step) = _add_unit(bits, coefficients, queries, True), _unit_steps(bits, coefficients)
 
     @inner
     def score_block(codes, ahead, units, numbers, pitch, factors, constants, target, target_pitch):  # type: ignore[no-untyped-def]
         for part in range(PARTS):
-            start, at = codes + VECTOR_BYTES * part, (numbers, numbers, numbers, numbers)
-            sums = add_pages(zero_sums(), start, ahead, 1, 0, units, at, pitch)
+            sums, start = zero_sums(), codes + VECTOR_BYTES * part
+            for unit in range(units):
+                at = numbers + step * unit
+                sums = add_unit(sums, start + code_step * unit, ahead, (at, at, at, at), pitch)
             store_lanes(sums, factors, constants, target + VECTOR_BYTES // 2 * part, target_pitch)
 
     return score_block
@@ -360,15 +340,29 @@ def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> 
     of the codes are kept for the next queries, in :data:`KEPT` bytes that the first ones fill.
     """
     bias = bias_of(coefficients, signed=False)
-    zero_sums, zero_codes = _zero_sums(queries), _zero_sums(1)
-    add_codes, first_sums = _first_sums(bits, queries, bias)
-    add_pages = _make_add_pages(bits, coefficients, queries, shared)
-    add_to_mix, code_step = _add_to_mix(bits, coefficients, queries), unit_bytes(bits)
+    zero_sums, add_to_mix = _zero_sums(queries), _add_to_mix(bits, coefficients, queries)
+    if sums_bytes_in_shorts(bits, coefficients):
+        add_in_shorts = _make_add_in_shorts(bits, coefficients, queries, shared)
+
+        @inner
+        def mix_in_shorts(
+            codes, ahead, pages, page_step, units, numbers, pitch, factors, target, target_pitch, _kept, _is_first
+        ):  # type: ignore[no-untyped-def]  # fmt: skip
+            for part in range(PARTS):
+                start = codes + VECTOR_BYTES * part
+                sums = add_in_shorts(zero_sums(), start, ahead, pages, page_step, units, numbers, pitch)
+                add_to_mix(sums, factors, target + VECTOR_BYTES * part, target_pitch)
+
+        return mix_in_shorts
+
+    zero_codes, (add_codes, first_sums) = _zero_sums(1), _first_sums(bits, queries, bias)
+    add_unit, (code_step, step) = _add_unit(bits, coefficients, queries, shared), _unit_steps(bits, coefficients)
 
     @inner
     def mix_block(
         codes, ahead, pages, page_step, units, numbers, pitch, factors, target, target_pitch, kept, is_first
     ):  # type: ignore[no-untyped-def]  # fmt: skip
+        n0, n1, n2, n3 = numbers
         for part in range(PARTS):
             sums = zero_sums()
             if bias > 0:
@@ -383,7 +377,13 @@ def make_mix_block(bits: int, coefficients: str, queries: int, shared: bool) -> 
                 else:
                     code_sums = _load_codes(place)
                 sums = first_sums(code_sums)
-            sums = add_pages(sums, codes + VECTOR_BYTES * part, ahead, pages, page_step, units, numbers, pitch)
+            offset = 0
+            for page in range(pages):
+                start = codes + page * page_step + VECTOR_BYTES * part
+                for unit in range(units):
+                    at = (n0 + offset, n1 + offset, n2 + offset, n3 + offset)
+                    sums = add_unit(sums, start + code_step * unit, ahead, at, pitch)
+                    offset += step
             add_to_mix(sums, factors, target + VECTOR_BYTES * part, target_pitch)
 
     return mix_block

@@ -21,7 +21,7 @@ from kvsketch.numba_cpu.coefficients import (
     padded,
     padded_rows,
 )
-from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, KEPT, QUERIES, make_limit, make_mix_block, make_score_block
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, KEPT, QUERIES, make_mix_block, make_score_block
 from kvsketch.numba_cpu.large import (
     KEY_SHARE,
     VALUE_SHARE,
@@ -31,6 +31,7 @@ from kvsketch.numba_cpu.large import (
     make_score_rows,
 )
 from kvsketch.numba_cpu.simd import load_float, load_long, load_word, stay_apart, store_float, store_word
+from kvsketch.numba_cpu.unit_codes import make_limit
 
 #: Most tokens that a kernel is given at a time; a whole number of pages of any size.
 TILE = 256

@@ -9,7 +9,7 @@ import numpy as np
 from kvsketch.layout import SideSpec
 from kvsketch.numba_cpu._compile import inner
 from kvsketch.numba_cpu.coefficients import make_fold, make_scale, padded, padded_rows
-from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_limit, make_score_block
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, make_score_block
 from kvsketch.numba_cpu.emit import LANES
 from kvsketch.numba_cpu.integers import AHEAD, TOKENS, for_query_counts
 from kvsketch.numba_cpu.simd import (
@@ -26,6 +26,7 @@ from kvsketch.numba_cpu.simd import (
     store_word,
 )
 from kvsketch.numba_cpu.softmax import fill_floats
+from kvsketch.numba_cpu.unit_codes import make_limit
 
 (CODES, M, NORMS, OUTLIERS, OUTLIER_M, OUTLIER_CODES, OUTLIER_NORMS, CHANNELS, CHANNEL_BYTES) = (
     8 * SideSpec._fields.index(name)

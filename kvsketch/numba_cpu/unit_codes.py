@@ -15,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from kvsketch.layout import unit_rows
+from kvsketch.numba_cpu._compile import inner
 from kvsketch.numba_cpu._tiers import TIER
 from kvsketch.numba_cpu.emit import VECTORS, emit_constant, emit_load
 
@@ -58,6 +59,26 @@ def largest_code(bits: int, coefficients: str) -> int:
 def units_in_shorts(bits: int) -> int:
     """Units whose products with any int8 coefficients an int16 holds: it takes two of each 8 rows."""
     return (2**15 - 1) // (2 * MOST["int8"] * largest_code(bits, "int8") * (unit_rows(bits) // 8))
+
+
+def bias_of(coefficients: str, signed: bool) -> int:
+    """What stored coefficients are less by than the numbers they stand for."""
+    return 32768 if coefficients == "int16" and not signed else 0
+
+
+def make_limit(bits: int, coefficients: str, *, signed: bool) -> Any:
+    """A function of the number of rows: the largest coefficient with which no sum leaves the range of int32.
+
+    An int32 sums half of the rows, and the two halves of a score are added before they become float32.
+    """
+    most = MOST[coefficients] + bias_of(coefficients, signed)
+    largest = largest_code(bits, coefficients)
+
+    @inner
+    def limit(rows):  # type: ignore[no-untyped-def]
+        return min(most, (2**31 - 1) // (largest * max(rows if signed else rows // 2, 1)))
+
+    return limit
 
 
 def _halves(b: ir.IRBuilder, x: Any) -> tuple[Any, Any]:

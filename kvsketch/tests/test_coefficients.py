@@ -10,9 +10,10 @@ import pytest
 
 from kvsketch.numba_cpu._compile import compile_address
 from kvsketch.numba_cpu.coefficients import largest_of_groups, largest_of_pages, make_fold, make_scale, padded
-from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES, bias_of, make_limit
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, QUERIES
 from kvsketch.numba_cpu.large import HEAD, KEY_SHARE, NUMBERS, ROW, VALUE_SHARE, large_bytes
 from kvsketch.numba_cpu.simd import LANES, load_float, store_float, store_long
+from kvsketch.numba_cpu.unit_codes import bias_of, make_limit
 
 #: The middle of 3-bit codes: not a whole number, as for every number of bits.
 MIDPOINT = 3.5

@@ -10,17 +10,9 @@ import pytest
 
 from kvsketch.layout import LANES, locate_codes, unit_bytes, unit_rows
 from kvsketch.numba_cpu._compile import compile_address
-from kvsketch.numba_cpu.dots import (
-    COEFFICIENT_BYTES,
-    KEPT,
-    QUERIES,
-    bias_of,
-    make_limit,
-    make_mix_block,
-    make_score_block,
-)
+from kvsketch.numba_cpu.dots import COEFFICIENT_BYTES, KEPT, QUERIES, make_mix_block, make_score_block
 from kvsketch.numba_cpu.integers import TILE
-from kvsketch.numba_cpu.unit_codes import MOST, largest_code, units_in_shorts
+from kvsketch.numba_cpu.unit_codes import MOST, bias_of, largest_code, make_limit, units_in_shorts
 from kvsketch.testing import spacing
 
 BITS = (1, 2, 3, 4, 8)
