@@ -188,13 +188,20 @@ def _print_record(record: dict[str, Any]) -> None:
             f"Perplexity on {evaluation['text']}, {evaluation['windows']} windows",
             ("model", "exact latents", f"over {compared}", *(() if cached is None else ("its cache", "bits"))),
             rows,
-            _verdict(evaluation["ratio"]),
+            _verdict(perplexity),
         )
     typer.echo(f"Wrote {record['out']}")
 
 
-def _verdict(ratio: float) -> str:
-    """Whether tuning helped on text that was not trained on."""
+def _verdict(perplexity: dict[str, float]) -> str:
+    """Whether tuning helped on text that was not trained on, and whether by more than it can have recovered."""
+    ratio = perplexity["tuned"] / perplexity["converted"]
     if ratio < 1:
-        return f"Tuning lowered perplexity on text that was not trained on by {1 - ratio:.2%}."
+        sentence = f"Tuning lowered perplexity on text that was not trained on by {1 - ratio:.2%}."
+        if perplexity["tuned"] < perplexity.get("original", 0):
+            sentence += (
+                " That is below the original's: the kind of text was learnt too, so evaluate on text of another kind, "
+                "or use --loss distillation."
+            )
+        return sentence
     return f"No gain: on text that was not trained on, perplexity changed by {ratio - 1:+.2%}."

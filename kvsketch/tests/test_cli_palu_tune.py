@@ -115,12 +115,17 @@ def test_one_text_for_both_is_split(places: dict[str, Path], tmp_path: Path) -> 
     assert "over converted" in output
 
 
-@pytest.mark.parametrize(("ratio", "sentence"), [(0.98, "lowered perplexity"), (1.0, "No gain"), (1.02, "+2.00%")])
-def test_no_gain_is_called_so(ratio: float, sentence: str) -> None:
+@pytest.mark.parametrize(("tuned", "sentence"), [(9.8, "by 2.00%"), (10.0, "No gain"), (10.2, "+2.00%")])
+@pytest.mark.parametrize("original", [None, 9.0, 9.9])
+def test_no_gain_is_called_so_and_one_below_the_original_too(
+    tuned: float, sentence: str, original: float | None
+) -> None:
     from kvsketch.cli_palu_tune import _verdict
 
-    assert sentence in _verdict(ratio)
-    assert ("No gain" in _verdict(ratio)) == (ratio >= 1)
+    perplexity = {"converted": 10.0, "tuned": tuned} | ({} if original is None else {"original": original})
+    assert sentence in _verdict(perplexity)
+    assert ("No gain" in _verdict(perplexity)) == (tuned >= 10)
+    assert ("below the original" in _verdict(perplexity)) == (original is not None and tuned < original)
 
 
 MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
