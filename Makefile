@@ -105,7 +105,7 @@ format: $(READY)
 # Tables as Markdown; a missed bar is shown in the last one and does not fail this target.
 bench: $(READY)
 	@mkdir -p reports/bench
-	@for command in decode encode threads scaling start generate; do \
+	@for command in decode encode threads limits scaling start generate; do \
 	  $(BIN)/python -m benchmarks $$command --quick --json reports/bench/$$command.json || exit 1; done
 	@$(BIN)/python -m benchmarks shows reports/bench/decode.json reports/bench/encode.json reports/bench/threads.json \
 	  reports/bench/start.json reports/bench/generate.json || true
