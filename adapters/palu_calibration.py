@@ -19,7 +19,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from kvsketch._checks import check_integer
+from kvsketch._progress import Progress, no_progress
 from kvsketch.adapters.palu_models import AttentionLayer, Projection, attention_layers
 from kvsketch.evaluation import text_windows
 
@@ -35,8 +36,6 @@ from kvsketch.evaluation import text_windows
 VERSION = 1
 #: Seconds between two writings of the calibration file.
 SAVE_SECONDS = 30.0
-
-Progress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def calibrate(
     *,
     settings: CalibrationSettings = CalibrationSettings(),
     file: str | os.PathLike[str] | None = None,
-    progress: Progress = lambda description, completed, total: None,
+    progress: Progress = no_progress,
 ) -> Calibration:
     """Gather the statistics of `model` over the first ``settings.tokens`` tokens of `text`.
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from kvsketch._progress import Progress, no_progress
 from kvsketch.adapters.palu_attention import PaluAttention
 from kvsketch.adapters.palu_cache import latent_codec
 from kvsketch.adapters.palu_calibration import Calibration
 from kvsketch.adapters.palu_models import AttentionLayer, attention_layers
-from kvsketch.adapters.palu_plan import LayerPlan, PaluSettings, Progress, factor_layers
+from kvsketch.adapters.palu_plan import LayerPlan, PaluSettings, factor_layers
 from kvsketch.adapters.palu_rope import POSITION_BYTES
 from kvsketch.adapters.palu_store import latent_nbytes
 from kvsketch.adapters.torch_dlpack import dtype_name
@@ -71,7 +72,7 @@ def convert(
     calibration: Calibration | None = None,
     *,
     settings: PaluSettings = PaluSettings(),  # noqa: B008  (a frozen dataclass)
-    progress: Progress = lambda description, completed, total: None,
+    progress: Progress = no_progress,
 ) -> Any:
     """Replace the key and value projections of `model`, in place, by low-rank ones; the model is returned.
 

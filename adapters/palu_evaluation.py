@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
+from kvsketch._progress import Progress, no_progress
 from kvsketch.evaluation import CHUNK, read_tokens
-
-Progress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ def read_windows(
     prompt_tokens: int,
     new_cache: Callable[[], Any] | None = None,
     title: str = "Reading",
-    progress: Progress = lambda description, completed, total: None,
+    progress: Progress = no_progress,
 ) -> Reading:
     """Perplexity of `model` over the tokens of `windows` (1, n) that stand behind `prompt_tokens` + 1 others.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvsketch._checks import BITS, check_choice, check_integer
+from kvsketch._progress import Progress, no_progress
 from kvsketch.adapters.palu_calibration import Calibration
 from kvsketch.adapters.palu_models import AttentionLayer, float64_array
 from kvsketch.palu import Factors, allocate_ranks, draw_rotation, factorise, rotate
@@ -17,8 +18,6 @@ FACTORS = ("two-sided", "whitened", "plain")
 RANKS = ("balanced", "uniform", "fisher", "fisher-uniform")
 FISHER_RANKS = ("fisher", "fisher-uniform")
 SIDES = ("key", "value")
-
-Progress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def factor_layers(
     layers: Sequence[AttentionLayer],
     calibration: Calibration | None,
     settings: PaluSettings,
-    progress: Progress = lambda description, completed, total: None,
+    progress: Progress = no_progress,
 ) -> list[LayerFactors]:
     """Factor all slices of `layers`, share the ranks out over all of them, and cut and rotate the factors."""
     check_granularity(layers, settings)

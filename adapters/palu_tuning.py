@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from peft.tuners.lora import LoraModel
 
 from kvsketch._checks import check_choice, check_integer
+from kvsketch._progress import Progress, no_progress
 from kvsketch.adapters.palu_conversion import Conversion
 from kvsketch.evaluation import text_windows
 
@@ -27,8 +28,6 @@ LOSSES = ("next-token", "distillation")
 TARGETS = ["k_down", "v_down"]
 #: Norm that the gradient of a step is cut to.
 GRADIENT_NORM = 1.0
-
-Progress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def tune(
     *,
     settings: TuningSettings = TuningSettings(),
     original: Any = None,
-    progress: Progress = lambda description, completed, total: None,
+    progress: Progress = no_progress,
 ) -> list[float]:
     """Train additions to the down projections of a converted `model` on `text` and merge them, in place.
 

@@ -27,8 +27,8 @@ from benchmarks.subjects import (
     store,
     to_bfloat16,
 )
-from benchmarks.timing import FEW_ROUNDS, Entrant, no_progress, run_race
-from kvsketch.measurement import Progress
+from benchmarks.timing import FEW_ROUNDS, Entrant, run_race
+from kvsketch._progress import Progress, no_progress
 
 #: Where errors are measured.
 ERRORS = Shape(4096)

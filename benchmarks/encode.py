@@ -12,10 +12,10 @@ from benchmarks.machine import set_threads
 from benchmarks.rivals import tensor
 from benchmarks.rows import Row, row_of
 from benchmarks.subjects import Shape, fill_cache, make_tokens, repeat_tokens
-from benchmarks.timing import Entrant, Race, no_progress, run_race
+from benchmarks.timing import Entrant, Race, run_race
+from kvsketch._progress import Progress, no_progress
 from kvsketch.codecs import Codec, GroupedInts, Side, SignSketch
 from kvsketch.layout import SideLayout, side_layout
-from kvsketch.measurement import Progress
 from kvsketch.pages import encode_keys, encode_values
 
 #: What is encoded, by name: the side and its codec.

@@ -22,11 +22,12 @@ from benchmarks.model_runs import (
 from benchmarks.names import DYNAMIC_CACHE, EMPTY
 from benchmarks.rows import Row, row_of
 from benchmarks.subjects import Shape
-from benchmarks.timing import Entrant, Race, no_progress, run_race
+from benchmarks.timing import Entrant, Race, run_race
+from kvsketch._progress import Progress, no_progress
 from kvsketch.cache import Cache
 from kvsketch.codecs import GroupedInts
 from kvsketch.evaluation import warm_up
-from kvsketch.measurement import Progress, peak_extra_bytes
+from kvsketch.measurement import peak_extra_bytes
 from kvsketch.methods import get_method
 
 RIVALS = (*QUANTIZED, *LLAMA)

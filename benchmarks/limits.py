@@ -30,9 +30,9 @@ from benchmarks.subjects import (
     store,
     to_bfloat16,
 )
-from benchmarks.timing import Entrant, Race, Ratio, no_progress, quartiles, run_race
+from benchmarks.timing import Entrant, Race, Ratio, quartiles, run_race
+from kvsketch._progress import Progress, no_progress
 from kvsketch.layout import KIND_INTS, KIND_SKETCH
-from kvsketch.measurement import Progress
 
 #: Runs under one clock: of loops on one page, of attention over few pages, of dot products.
 LOOPS, CALLS, ISSUES = 2000, 100, 50_000

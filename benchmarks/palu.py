@@ -26,10 +26,10 @@ from benchmarks.subjects import (
     store,
     to_bfloat16,
 )
-from benchmarks.timing import Entrant, no_progress, run_race
+from benchmarks.timing import Entrant, run_race
+from kvsketch._progress import Progress, no_progress
 from kvsketch.cache import Cache
 from kvsketch.codecs import Exact, TokenInts
-from kvsketch.measurement import Progress
 from kvsketch.palu import Reconstruction, Rope, attend
 
 #: What latents are compared with besides dense keys and values.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from benchmarks.machine import set_threads
 from benchmarks.rows import Row, row_of
 from benchmarks.subjects import Shape, Subject, attend_stored, make_queries, store
-from benchmarks.timing import Entrant, Fit, fit_power, no_progress, run_race
-from kvsketch.measurement import Progress
+from benchmarks.timing import Entrant, Fit, fit_power, run_race
+from kvsketch._progress import Progress, no_progress
 
 SKETCH = "keys=sketch:m={m};values=ints:bits=2,group=32"
 

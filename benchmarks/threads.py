@@ -22,8 +22,8 @@ from benchmarks.subjects import (
     store,
     to_bfloat16,
 )
-from benchmarks.timing import Entrant, no_progress, run_race
-from kvsketch.measurement import Progress
+from benchmarks.timing import Entrant, run_race
+from kvsketch._progress import Progress, no_progress
 
 
 def measure_threads(

@@ -14,7 +14,8 @@ import psutil
 
 from benchmarks.bandwidth import read_all
 from benchmarks.machine import flush_bytes
-from kvsketch.measurement import NEIGHBOUR_LIMIT, STEADY_LIMIT, Neighbours, Progress, Timing
+from kvsketch._progress import Progress, no_progress
+from kvsketch.measurement import NEIGHBOUR_LIMIT, STEADY_LIMIT, Neighbours, Timing
 
 #: Rounds of an entrant that loses by far anyhow.
 FEW_ROUNDS = 3
@@ -22,10 +23,6 @@ FEW_ROUNDS = 3
 
 def _nothing() -> None:
     """No preparation."""
-
-
-def no_progress(description: str, completed: int, total: int | None) -> None:
-    """Show no progress."""
 
 
 class Entrant(NamedTuple):

@@ -165,6 +165,16 @@ def read_texts(option: str, used: Path | None, evaluate: Path | None) -> tuple[s
     return content[:cut], f"the first {share} of {source}", content[cut:], f"what follows the first {share} of {source}"
 
 
+def cut_windows(tokenizer: Any, text: str, source: str, windows: int) -> Sequence[Any]:
+    """Windows (1, n) to evaluate on, cut from the text of --evaluate; none without one."""
+    from kvsketch.evaluation import text_windows
+
+    if not text:
+        return ()
+    with user_errors(f"--evaluate {source}"):
+        return text_windows(tokenizer, text, prompt_tokens=PROMPT_TOKENS, score_tokens=SCORE_TOKENS, windows=windows)
+
+
 def _run(
     model: Any,
     tokenizer: Any,
@@ -181,14 +191,8 @@ def _run(
     """Calibrate, convert, save and evaluate; everything measured, by name."""
     from kvsketch.adapters.palu import calibrate, convert, save_pretrained
     from kvsketch.adapters.palu_evaluation import read_windows
-    from kvsketch.evaluation import text_windows
 
-    scored: Sequence[Any] = ()
-    if held_out:
-        with user_errors(f"--evaluate {held_out_source}"):
-            scored = text_windows(
-                tokenizer, held_out, prompt_tokens=PROMPT_TOKENS, score_tokens=SCORE_TOKENS, windows=windows
-            )
+    scored = cut_windows(tokenizer, held_out, held_out_source, windows)
     seconds: dict[str, float] = {}
     perplexity: dict[str, float] = {}
     whole_before = _weight_nbytes(model)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli_palu import PROMPT_TOKENS, SCORE_TOKENS, checked_options, read_texts
+from kvsketch.cli_palu import PROMPT_TOKENS, checked_options, cut_windows, read_texts
 from kvsketch.console import (
     at_least,
     fail,
@@ -96,14 +96,8 @@ def _run(
     from kvsketch.adapters.palu import save_pretrained
     from kvsketch.adapters.palu_evaluation import read_windows
     from kvsketch.adapters.palu_tuning import tune
-    from kvsketch.evaluation import text_windows
 
-    scored: Sequence[Any] = ()
-    if held_out:
-        with user_errors(f"--evaluate {held_out_source}"):
-            scored = text_windows(
-                tokenizer, held_out, prompt_tokens=PROMPT_TOKENS, score_tokens=SCORE_TOKENS, windows=windows
-            )
+    scored = cut_windows(tokenizer, held_out, held_out_source, windows)
     perplexity: dict[str, float] = {}
     cached: dict[str, Any] = {}
     with progress_bar() as progress:

@@ -20,16 +20,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvsketch.measurement import (
-    NEIGHBOUR_LIMIT,
-    STEADY_LIMIT,
-    Neighbours,
-    Progress,
-    Step,
-    Timing,
-    peak_extra_bytes,
-    time_steps,
-)
+from kvsketch._progress import Progress, no_progress
+from kvsketch.measurement import NEIGHBOUR_LIMIT, STEADY_LIMIT, Neighbours, Step, Timing, peak_extra_bytes, time_steps
 from kvsketch.methods import LatentMethod, Method
 
 #: Tokens read in one forward while scoring.
@@ -108,7 +100,7 @@ def compare_methods(
     original: Any = None,
     baseline: bool = False,
     coefficients: str = "int16",
-    progress: Progress = lambda description, completed, total: None,
+    progress: Progress = no_progress,
 ) -> list[Result]:
     """Measure each of `methods` with `model` on `windows` of tokens (1, n), n > prompt_tokens + 1.
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import psutil
 
+from kvsketch._progress import Progress
+
 #: Share of one core that another process may use before a timing is called contended.
 NEIGHBOUR_LIMIT = 0.05
 #: Spread (interquartile range over median) of a repeated identical step above which a timing is called contended.
 STEADY_LIMIT = 0.10
-
-Progress = Callable[[str, int, int | None], None]
 
 
 class Step(NamedTuple):

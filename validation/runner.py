@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvsketch._checks import check_integer
+from kvsketch._progress import Progress, no_progress
 from kvsketch.validation.claim import Claim, Outcome, Setting
 from kvsketch.validation.registry import load_claim
 
@@ -24,9 +25,6 @@ from kvsketch.validation.registry import load_claim
 FAILS, NOT_RUN = "FAILS", "not run"
 #: What limits the threads of the libraries below NumPy, read when they are loaded.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-
-#: Called with (description, completed, total).
-Progress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def run_claims(
     setting: Setting,
     *,
     jobs: int = 1,
-    progress: Progress = lambda description, completed, total: None,
+    progress: Progress = no_progress,
     load: Callable[[str], Claim] = load_claim,
 ) -> list[Result]:
     """Check the claims called `names`, `jobs` at a time, in fresh processes of one thread each.
