@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RIVALS := .venv-bench
-MAIN := kvsketch adapters validation benchmarks
+MAIN := kvsketch adapters cuda_raw validation benchmarks
 # Two workers, a file each at a time; torch's threads would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 KERNEL_TESTS := $(addprefix kvsketch/tests/test_,simd.py dots.py coefficients.py float16.py tiers.py bitpack.py \
