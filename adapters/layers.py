@@ -17,7 +17,7 @@ from kvsketch.adapters.attention_function import (
     dense_attention,
 )
 from kvsketch.adapters.decode_step import take_usual_step
-from kvsketch.adapters.torch_dlpack import array_from_tensor, tensor_from_array
+from kvsketch.adapters.torch_dlpack import array_from_tensor, beside_torch, tensor_from_array
 from kvsketch.cache import Cache
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class CompressedLayer(CacheLayerMixin):
                     "as in MLA models, or an update used twice); a compressed cache cannot hold them: use DynamicCache"
                 )
             check_supported(module, **kwargs)
-            return self._store_and_attend(module, query, key, value, attention_mask, past, **kwargs)
+            with beside_torch(query):
+                return self._store_and_attend(module, query, key, value, attention_mask, past, **kwargs)
         except BaseException as error:
             self.owner.roll_back(past, error)
             raise
@@ -151,7 +152,7 @@ class CompressedLayer(CacheLayerMixin):
             # The first forward is exact: nothing is encoded yet, and torch attends over the tensors given.
             options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
             if step.valid is not None and step.mask is None:
-                valid = torch.from_numpy(step.valid)
+                valid = torch.from_numpy(step.valid).to(query.device)
                 out = attend_rows_alone(module, query, key, value, valid, **options)
             else:
                 out = dense_attention(module, query, key, value, mask, **options)[0]
@@ -172,10 +173,10 @@ class CompressedLayer(CacheLayerMixin):
         return -1
 
     def offload(self) -> None:
-        """Nothing to move: the cache lives in the CPU's memory."""
+        """Nothing to move: the cache is small enough to stay where its layer is."""
 
     def prefetch(self) -> None:
-        """Nothing to move: the cache lives in the CPU's memory."""
+        """Nothing to move: the cache is small enough to stay where its layer is."""
 
     def reset(self) -> None:
         """Forget everything, keep the settings; another batch size may follow."""
@@ -211,4 +212,4 @@ class CompressedLayer(CacheLayerMixin):
         """Keep the rows `indices` (positions, or a boolean for each row)."""
         self.check_ready()
         if self.store.length:
-            self.store.select(array_from_tensor("indices", torch.arange(self.store.batch)[indices]))
+            self.store.select(array_from_tensor("indices", torch.arange(self.store.batch)[indices.cpu()]))

@@ -19,7 +19,7 @@ class Step(NamedTuple):
     """
 
     valid: np.ndarray[Any, Any] | None
-    mask: np.ndarray[Any, Any] | None
+    mask: Any
 
 
 _PLAIN = Step(None, None)
@@ -68,7 +68,9 @@ class Padding:
             raise ValueError(
                 f"attention_mask must have shape (b, 1, s, n) = ({batch}, 1, {new}, {total}), got {tuple(mask.shape)}"
             )
-        mask = mask[..., :total]
+        given = mask = mask[..., :total]
+        # What is padding is decided on the host: one read of a mask a forward.
+        mask = mask.cpu()
         visible = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if first:
             seen = visible[:, :, -1, past:].any(1)
@@ -79,7 +81,7 @@ class Padding:
         hides_more = not self._is_plain(mask, visible, new, past)
         return Step(
             None if valid is None or bool(valid.all()) else array_from_tensor("attention_mask", valid),
-            _score_mask(mask) if hides_more else None,
+            _score_mask(given) if hides_more else None,
         )
 
     def _is_plain(self, mask: torch.Tensor, visible: torch.Tensor, new: int, past: int) -> bool:
@@ -122,6 +124,6 @@ class Padding:
         self._step, self._mask = _PLAIN, None
 
 
-def _score_mask(mask: torch.Tensor) -> np.ndarray[Any, Any]:
+def _score_mask(mask: torch.Tensor) -> Any:
     """Boolean masks as they are, additive ones in float32."""
     return array_from_tensor("attention_mask", mask if mask.dtype is torch.bool else mask.float())

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from kvsketch.adapters import attention_function, reporting, saving
 from kvsketch.adapters.layers import SPARE_TOKENS, CompressedLayer
 from kvsketch.adapters.padding import Padding
-from kvsketch.adapters.torch_dlpack import array_from_tensor, dtype_name, match_thread_counts
+from kvsketch.adapters.torch_dlpack import array_from_tensor, beside_torch, dtype_name, match_thread_counts
 from kvsketch.cache import Cache
 from kvsketch.methods import Method, get_method
 
@@ -195,18 +195,19 @@ class CompressedCache(transformers.Cache):
                     f"attention_mask must have shape (b, n) = {(keys.shape[0], length)}, "
                     f"got {tuple(attention_mask.shape)}"
                 )
-            valid = attention_mask.bool()
+            valid = attention_mask.bool().cpu()
             valid = None if bool(valid.all()) else valid
         if self.padding.length == 0:
             self.padding.advance(valid, batch=keys.shape[0], new=length)
-        layer.store.append(
-            array_from_tensor("keys", keys),
-            array_from_tensor("values", values),
-            valid=None if valid is None else array_from_tensor("attention_mask", valid),
-        )
+        with beside_torch(keys):
+            layer.store.append(
+                array_from_tensor("keys", keys),
+                array_from_tensor("values", values),
+                valid=None if valid is None else array_from_tensor("attention_mask", valid),
+            )
+            if length > SPARE_TOKENS:
+                layer.store.flush(spare=SPARE_TOKENS)
         layer.is_initialized = True
-        if length > SPARE_TOKENS:
-            layer.store.flush(spare=SPARE_TOKENS)
 
     @property
     def compressed(self) -> list[CompressedLayer]:

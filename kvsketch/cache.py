@@ -303,6 +303,15 @@ class Cache(CacheSizes):
             new._contents = self._contents.take(np.arange(self.batch))
         return new
 
+    def to(self, device: str | int) -> Cache:
+        """A copy of this cache in the memory of ``"cpu"`` or of a CUDA device, by number (needs CuPy); the same bytes.
+
+        ValueError for a device that does not exist. A named :attr:`engine` has to run there.
+        """
+        from kvsketch._moving import moved
+
+        return moved(self, device)
+
     def __copy__(self) -> Cache:
         return self.copy()
 

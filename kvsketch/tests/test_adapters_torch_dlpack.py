@@ -77,7 +77,7 @@ def test_wrong_arguments_are_named() -> None:
         array_from_tensor("q", np.zeros(3))
     with pytest.raises(ValueError, match="q lives on meta"):
         array_from_tensor("q", torch.zeros(3, device="meta"))
-    with pytest.raises(TypeError, match=r"x must be a numpy.ndarray, got Tensor"):
+    with pytest.raises(TypeError, match=r"x must be a NumPy or CuPy array, got Tensor"):
         tensor_from_array(torch.zeros(3))
 
 
