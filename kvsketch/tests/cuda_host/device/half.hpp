@@ -1,0 +1,47 @@
+// float16 and bfloat16 functions that NVIDIA's headers declare for devices alone.
+#pragma once
+
+namespace cuda_host {
+inline float widened(half x) { return __half2float(x); }
+inline float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
+// From double, in which a product and a sum of two half or bfloat16 numbers lose nothing: one rounding.
+template <class T>
+T narrowed(double x);
+template <>
+inline half narrowed<half>(double x) { return __double2half(x); }
+template <>
+inline __nv_bfloat16 narrowed<__nv_bfloat16>(double x) { return __double2bfloat16(x); }
+template <class T>
+T fused(T a, T b, T c) { return narrowed<T>((double)widened(a) * widened(b) + widened(c)); }
+}  // namespace cuda_host
+
+inline half __hfma(half a, half b, half c) { return cuda_host::fused(a, b, c); }
+inline half2 __hfma2(half2 a, half2 b, half2 c) { return half2{__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; }
+inline __nv_bfloat16 __hfma(__nv_bfloat16 a, __nv_bfloat16 b, __nv_bfloat16 c) { return cuda_host::fused(a, b, c); }
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+  return __nv_bfloat162{__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
+}
+
+// h...(x) of one number and h2...(x) of a pair, by the float function.
+#define CUDA_HOST_HALF_FUNCTION(name, of)                                                                 \
+  inline half h##name(half x) { return __float2half(of(__half2float(x))); }                               \
+  inline half2 h2##name(half2 x) { return half2{h##name(x.x), h##name(x.y)}; }                            \
+  inline __nv_bfloat16 h##name(__nv_bfloat16 x) { return __float2bfloat16(of(__bfloat162float(x))); }     \
+  inline __nv_bfloat162 h2##name(__nv_bfloat162 x) { return __nv_bfloat162{h##name(x.x), h##name(x.y)}; }
+namespace cuda_host {
+inline float reciprocal(float x) { return 1.0f / x; }
+inline float reciprocal_root(float x) { return 1.0f / sqrtf(x); }
+}  // namespace cuda_host
+CUDA_HOST_HALF_FUNCTION(exp, expf)
+CUDA_HOST_HALF_FUNCTION(exp2, exp2f)
+CUDA_HOST_HALF_FUNCTION(log, logf)
+CUDA_HOST_HALF_FUNCTION(log2, log2f)
+CUDA_HOST_HALF_FUNCTION(sqrt, sqrtf)
+CUDA_HOST_HALF_FUNCTION(rsqrt, cuda_host::reciprocal_root)
+CUDA_HOST_HALF_FUNCTION(rcp, cuda_host::reciprocal)
+CUDA_HOST_HALF_FUNCTION(sin, sinf)
+CUDA_HOST_HALF_FUNCTION(cos, cosf)
+CUDA_HOST_HALF_FUNCTION(floor, floorf)
+CUDA_HOST_HALF_FUNCTION(ceil, ceilf)
+CUDA_HOST_HALF_FUNCTION(rint, rintf)
+CUDA_HOST_HALF_FUNCTION(trunc, truncf)

@@ -1,0 +1,84 @@
+"""Arrays as device memory: aligned as CUDA's allocations are, and remembering which bytes were never written."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+#: CUDA's allocations start at multiples of this.
+ALIGNMENT = 256
+#: What unwritten memory holds: NaN in every float type.
+UNWRITTEN = 0xFF
+
+_flags: dict[int, tuple[weakref.ref[np.ndarray], np.ndarray]] = {}
+
+
+def allocate(shape: Any, dtype: Any = np.float32) -> np.ndarray:
+    """An aligned array, whatever it holds."""
+    dtype = np.dtype(dtype)
+    shape = (int(shape),) if np.ndim(shape) == 0 else tuple(int(n) for n in shape)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def empty(shape: Any, dtype: Any = np.float32) -> np.ndarray:
+    """An array whose bytes a checked kernel may not read before something wrote them."""
+    array = allocate(shape, dtype)
+    owner = _owner(array)
+    owner[...] = UNWRITTEN
+    key = id(owner)
+    _flags[key] = (weakref.ref(owner, lambda _: _flags.pop(key, None)), np.zeros(len(owner), np.uint8))
+    return array
+
+
+def _owner(array: np.ndarray) -> np.ndarray:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def extent(array: np.ndarray) -> tuple[int, int]:
+    """Where an array's memory starts and ends, gaps between its elements included."""
+    start, end = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data, array.ctypes.data)
+    return int(start), int(end)
+
+
+def written_flags(array: np.ndarray) -> np.ndarray | None:
+    """A flag for each byte of `array`'s extent, set where something was written; None: everywhere."""
+    owner = _owner(array)
+    kept = _flags.get(id(owner))
+    if kept is None or kept[0]() is not owner:
+        return None
+    start, end = extent(array)
+    return kept[1][start - owner.ctypes.data : end - owner.ctypes.data]
+
+
+def mark_written(array: np.ndarray) -> None:
+    """Something wrote all of `array`."""
+    flags = written_flags(array)
+    if flags is not None and array.size:
+        _bytes_of(array, flags)[...] = 1
+
+
+def footprint(array: np.ndarray) -> np.ndarray | None:
+    """A flag for each byte of `array`'s extent, set where an element lies; None: everywhere."""
+    if array.flags.c_contiguous or array.flags.f_contiguous:
+        return None
+    start, end = extent(array)
+    if end - start == array.nbytes:
+        return None
+    flags = np.zeros(end - start, np.uint8)
+    _bytes_of(array, flags)[...] = 1
+    return flags
+
+
+def _bytes_of(array: np.ndarray, flags: np.ndarray) -> np.ndarray:
+    """View of `flags`, one for each byte of the extent, with `array`'s shape and an axis of an element's bytes."""
+    first = array.ctypes.data - extent(array)[0]
+    return np.ndarray(
+        (*array.shape, array.itemsize), np.uint8, buffer=flags.data, offset=first, strides=(*array.strides, 1)
+    )
