@@ -1,9 +1,13 @@
-"""The stand-in for ``cupy.ndarray``: holds a NumPy array, and refuses what CuPy refuses."""
+"""The stand-in for ``cupy.ndarray``: holds a NumPy array, and refuses what CuPy refuses, or more.
+
+What CuPy does by sending an array of the host unasked, as in ``x[numpy_array]``, counts as an upload.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,7 @@ import numpy as np
 from kvsketch.tests.cuda_host.devices import counts, devices
 from kvsketch.tests.cuda_host.memory import allocate, mark_written
 
-#: Methods of numpy.ndarray that CuPy offers with the same meaning, and whose arrays are arrays again.
+#: Methods of numpy.ndarray that CuPy offers with the same meaning.
 METHODS = (
     *("all", "any", "argmax", "argmin", "argsort", "astype", "clip", "copy", "cumsum", "diagonal", "dot", "flatten"),
     *("max", "mean", "min", "prod", "ravel", "repeat", "reshape", "round", "squeeze", "std", "sum", "swapaxes", "take"),
@@ -28,42 +32,37 @@ class ndarray:
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, held: np.ndarray) -> None:
-        self._held = held
-        self._device_id = devices.current
+    def __init__(self, held: np.ndarray, device_id: int | None = None) -> None:
+        if held.dtype.kind not in "biufc" and held.dtype.name != "bfloat16":
+            raise ValueError(f"Unsupported dtype {held.dtype}")
+        self.held = held
+        self.device_id = devices.current if device_id is None else device_id
 
     # ------------------------------------------------------------------ what it is
-    shape = property(lambda self: self._held.shape)
-    dtype = property(lambda self: self._held.dtype)
-    ndim = property(lambda self: self._held.ndim)
-    size = property(lambda self: self._held.size)
-    itemsize = property(lambda self: self._held.itemsize)
-    nbytes = property(lambda self: self._held.nbytes)
-    strides = property(lambda self: self._held.strides)
-    flags = property(lambda self: self._held.flags)
-    T = property(lambda self: wrap(self._held.T))
+    shape = property(lambda self: self.held.shape)
+    dtype = property(lambda self: self.held.dtype)
+    ndim = property(lambda self: self.held.ndim)
+    size = property(lambda self: self.held.size)
+    itemsize = property(lambda self: self.held.itemsize)
+    nbytes = property(lambda self: self.held.nbytes)
+    strides = property(lambda self: self.held.strides)
+    flags = property(lambda self: self.held.flags)
+    T = property(lambda self: self.transpose())
 
     @property
     def device(self) -> Any:
         """Where it lies, as a ``cupy.cuda.Device``."""
         from kvsketch.tests.cuda_host.stand_in import Device
 
-        return Device(self._device_id)
-
-    @property
-    def base(self) -> ndarray | None:
-        """The array that this one is a view of, or None."""
-        return None if self._held.base is None else wrap(self._held.base)
+        return Device(self.device_id)
 
     @property
     def data(self) -> Any:
-        """Its memory; ``data.ptr`` is the address."""
-        from types import SimpleNamespace
-
-        return SimpleNamespace(ptr=self._held.ctypes.data, device_id=self._device_id)
+        """Its memory: ``data.ptr`` is the address."""
+        return SimpleNamespace(ptr=self.held.ctypes.data, device_id=self.device_id)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     def __iter__(self) -> Iterator[ndarray]:
         if not self.ndim:
@@ -73,16 +72,16 @@ class ndarray:
     def __repr__(self) -> str:
         return repr(self.get())
 
-    # ------------------------------------------------------------------ to the host: every one of these waits
+    # ------------------------------------------------------------------ to the host: all of these wait
     def get(self) -> np.ndarray:
         """A copy on the host."""
-        counts.synchronisations += 1
-        return self._held.copy()
+        counts.synchronise("get()")
+        return self.held.copy()
 
     def item(self, *where: int) -> Any:
         """One element as a Python number."""
-        counts.synchronisations += 1
-        return self._held.item(*where)
+        counts.synchronise("item()")
+        return self.held.item(*where)
 
     def tolist(self) -> Any:
         """All elements as Python numbers."""
@@ -110,31 +109,30 @@ class ndarray:
             "explicitly."
         )
 
-    # ------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------ parts of it
     def __getitem__(self, index: Any) -> ndarray:
-        plain = unwrap_index(index)
-        # Ending in ..., an index of integers gives a view with no axes rather than a number.
-        ending = () if any(part is ... for part in plain) else (...,)
-        return wrap(self._held[(*plain, *ending)])
+        return wrap(_device_of(self)[_with_view(_unwrap_index(index))], self.device_id)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
-        plain = unwrap_index(index)
-        self._held[plain] = unwrap(value)
-        ending = () if any(part is ... for part in plain) else (...,)
-        if not any(isinstance(part, np.ndarray | list) for part in plain):
-            mark_written(self._held[(*plain, *ending)])
-        elif all(isinstance(part, np.ndarray | list) for part in plain):
-            mark_written(self._held)
+        plain = _unwrap_index(index)
+        _device_of(self)[plain] = unwrap(value)
+        mark_written(self.held, plain)
 
     def set(self, value: np.ndarray) -> None:
         """Copy a NumPy array here."""
-        if not isinstance(value, np.ndarray) or value.shape != self.shape or value.dtype != self.dtype:
-            raise ValueError(f"set() needs a NumPy array of shape {self.shape} and dtype {self.dtype}")
-        counts.uploads += 1
-        self._held[...] = value
-        mark_written(self._held)
+        if not isinstance(value, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        if value.dtype != self.dtype:
+            raise TypeError(f"{value.dtype} array cannot be set to {self.dtype} array")
+        if value.shape != self.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {value.shape}")
+        if not self.flags.c_contiguous and not self.flags.f_contiguous:
+            raise RuntimeError("Cannot set to non-contiguous array")
+        counts.upload("set()")
+        self.held[...] = value
+        mark_written(self.held)
 
     def fill(self, value: Any) -> None:
         """Set all elements to a number."""
@@ -142,9 +140,9 @@ class ndarray:
 
     def sort(self, axis: int = -1) -> None:
         """Sort in place."""
-        self._held.sort(axis)
+        _device_of(self).sort(axis)
 
-    # ------------------------------------------------------------------ NumPy's functions and scalars on it
+    # ------------------------------------------------------------------ NumPy's functions and scalars with it
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__":
             raise TypeError(f"numpy.{ufunc.__name__}.{method} does not run on CuPy arrays")
@@ -157,6 +155,74 @@ class ndarray:
 ndarray.__module__ = "cupy"
 
 
+# ---------------------------------------------------------------------- from NumPy and back
+def wrap(result: Any, device_id: int | None = None) -> Any:
+    """What a NumPy function gave, as CuPy gives it: an array also for a single number."""
+    if isinstance(result, np.ndarray | np.generic):
+        array = np.asarray(result)
+        if array.base is None:  # made anew, so it may lie anywhere; CuPy's allocations are aligned
+            aligned = allocate(array.shape, array.dtype)
+            aligned[...] = array
+            array = aligned
+        return ndarray(array, device_id)
+    if isinstance(result, tuple | list):
+        return type(result)(wrap(part, device_id) for part in result)
+    return result
+
+
+def _device_of(array: ndarray) -> np.ndarray:
+    """What `array` holds; ValueError unless it lies on the current device."""
+    if array.device_id != devices.current:
+        raise ValueError(
+            f"The device where the array resides ({array.device_id}) is different from the current device "
+            f"({devices.current})."
+        )
+    return array.held
+
+
+def unwrap(value: Any) -> Any:
+    """What NumPy works on; TypeError for a NumPy array among CuPy's, as for anything else that is no number."""
+    if isinstance(value, ndarray):
+        return _device_of(value)
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"Unsupported type {type(value)}")
+    if isinstance(value, tuple | list):
+        return type(value)(map(unwrap, value))
+    return value
+
+
+def _unwrap_index(index: Any) -> tuple[Any, ...]:
+    """An index for NumPy. The host waits for how many elements a mask takes, and sends lists and its own arrays."""
+    plain = []
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, np.ndarray | list):
+            counts.upload("an index of the host")
+            part = np.asarray(part)
+        else:
+            part = unwrap(part)
+        if isinstance(part, np.ndarray) and part.dtype == np.bool_:
+            counts.synchronise("a mask as index")
+        plain.append(part)
+    return tuple(plain)
+
+
+def _with_view(index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same index, so that NumPy answers integers alone with a view of no axes rather than with a number."""
+    return index if any(part is ... for part in index) else (*index, ...)
+
+
+def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A NumPy function on stand-in arrays and numbers."""
+    out = options.get("out")
+    result = function(*map(unwrap, args), **{name: unwrap(value) for name, value in options.items()})
+    if out is None:
+        return wrap(result)
+    written = out[0] if isinstance(out, tuple) else out
+    mark_written(written.held)
+    return written
+
+
+# ---------------------------------------------------------------------- methods and operators
 def _method(name: str) -> Callable[..., Any]:
     function = getattr(np.ndarray, name)
 
@@ -167,82 +233,40 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _operator(name: str, *, reflected: bool = False, in_place: bool = False) -> Callable[..., Any]:
-    function = getattr(operator, f"i{name}" if in_place else f"{name}_" if name in ("and", "or") else name)
+def _binary(name: str, *, reflected: bool = False) -> Callable[[ndarray, Any], Any]:
+    function = getattr(operator, f"{name}_" if name in ("and", "or") else name)
 
     def apply(self: ndarray, other: Any) -> Any:
         if not isinstance(other, ndarray | np.ndarray | np.generic | int | float | complex):
             return NotImplemented
         return call(function, other, self) if reflected else call(function, self, other)
 
-    def apply_in_place(self: ndarray, other: Any) -> ndarray:
+    return apply
+
+
+def _in_place(name: str) -> Callable[[ndarray, Any], ndarray]:
+    function = getattr(operator, f"i{name}")
+
+    def apply(self: ndarray, other: Any) -> ndarray:
         call(function, self, other)
-        mark_written(self._held)
+        mark_written(self.held)
         return self
 
-    return apply_in_place if in_place else apply
+    return apply
+
+
+def _unary(name: str) -> Callable[[ndarray], Any]:
+    function = getattr(operator, name)
+    return lambda self: call(function, self)
 
 
 for _name in METHODS:
     setattr(ndarray, _name, _method(_name))
 for _name in BINARY:
-    setattr(ndarray, f"__{_name}__", _operator(_name))
-    setattr(ndarray, f"__r{_name}__", _operator(_name, reflected=True))
-    if _name != "matmul":
-        setattr(ndarray, f"__i{_name}__", _operator(_name, in_place=True))
+    setattr(ndarray, f"__{_name}__", _binary(_name))
+    setattr(ndarray, f"__r{_name}__", _binary(_name, reflected=True))
+    setattr(ndarray, f"__i{_name}__", _in_place(_name))
 for _name in COMPARISONS:
-    setattr(ndarray, f"__{_name}__", _operator(_name))
+    setattr(ndarray, f"__{_name}__", _binary(_name))
 for _name in UNARY:
-    setattr(ndarray, f"__{_name}__", (lambda function: lambda self: call(function, self))(getattr(operator, _name)))
-
-
-# ---------------------------------------------------------------------- from NumPy and back
-def wrap(result: Any) -> Any:
-    """`result` of a NumPy function as CuPy would give it: arrays, also for single numbers."""
-    if isinstance(result, np.ndarray | np.generic):
-        array = np.asarray(result)
-        # What NumPy made anew may lie anywhere; CuPy's allocations are aligned.
-        if array.base is None and not isinstance(result, ndarray):
-            aligned = allocate(array.shape, array.dtype)
-            aligned[...] = array
-            array = aligned
-        return ndarray(array)
-    if isinstance(result, tuple | list):
-        return type(result)(map(wrap, result))
-    return result
-
-
-def unwrap(value: Any) -> Any:
-    """What NumPy works on; TypeError for a NumPy array among CuPy's, ValueError for one of another device."""
-    if isinstance(value, ndarray):
-        if value._device_id != devices.current:
-            raise ValueError(
-                "Array device must be same as the current device: "
-                f"array device = {value._device_id} while current = {devices.current}"
-            )
-        return value._held
-    if isinstance(value, np.ndarray) and value.ndim:
-        raise TypeError(f"Unsupported type {type(value)}")
-    if isinstance(value, tuple | list):
-        return type(value)(map(unwrap, value))
-    return value
-
-
-def unwrap_index(index: Any) -> tuple[Any, ...]:
-    """An index as a tuple for NumPy. Masks make the host wait for their count."""
-    parts = index if isinstance(index, tuple) else (index,)
-    plain = tuple(unwrap(part) for part in parts)
-    if any(isinstance(part, np.ndarray) and part.dtype == np.bool_ for part in plain):
-        counts.synchronisations += 1
-    return plain
-
-
-def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A NumPy function on stand-in arrays and scalars."""
-    out = options.get("out")
-    result = function(*map(unwrap, args), **{name: unwrap(value) for name, value in options.items()})
-    if out is None:
-        return wrap(result)
-    written = out[0] if isinstance(out, tuple) else out
-    mark_written(written._held)
-    return written
+    setattr(ndarray, f"__{_name}__", _unary(_name))

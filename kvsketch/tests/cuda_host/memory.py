@@ -57,11 +57,12 @@ def written_flags(array: np.ndarray) -> np.ndarray | None:
     return kept[1][start - owner.ctypes.data : end - owner.ctypes.data]
 
 
-def mark_written(array: np.ndarray) -> None:
-    """Something wrote all of `array`."""
+def mark_written(array: np.ndarray, index: tuple[Any, ...] = ()) -> None:
+    """Something wrote ``array[index]``, by default all of it."""
     flags = written_flags(array)
     if flags is not None and array.size:
-        _bytes_of(array, flags)[...] = 1
+        # Of the last axis, the bytes of an element, all.
+        _bytes_of(array, flags)[(*index, slice(None)) if any(part is ... for part in index) else index] = 1
 
 
 def footprint(array: np.ndarray) -> np.ndarray | None:

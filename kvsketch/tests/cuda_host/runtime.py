@@ -13,8 +13,9 @@ from kvsketch.tests.cuda_host.modes import ORDERS, Execution
 from kvsketch.tests.cuda_host.toolchain import built, compiler, include_folders, run
 
 HERE = Path(__file__).resolve().parent
+DEVICE_HEADERS = HERE / "device"
 SOURCES = sorted(HERE.glob("runtime/*.cpp"))
-FLAGS = "-std=c++17 -O2 -g -fPIC -shared -fvisibility=hidden".split()
+FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden"]
 
 
 class Launch(ctypes.Structure):
@@ -53,22 +54,23 @@ def options_of(execution: Execution) -> Options:
     )
 
 
+@cache
 def device_headers() -> str:
     """Text of all headers that kernels and runtime include."""
-    return "".join(path.read_text() for path in sorted(HERE.glob("device/*.hpp")))
+    return "".join(path.read_text() for path in sorted(DEVICE_HEADERS.glob("*.hpp")))
 
 
 @cache
 def runtime_library() -> tuple[Path, Any]:
     """The runtime's file, and the runtime."""
     headers = [path.read_text() for path in sorted(HERE.glob("runtime/*.hpp"))]
-    ingredients = [*(path.read_text() for path in SOURCES), *headers, device_headers(), *FLAGS]
+    sources = [path.read_text() for path in SOURCES]
     includes = [f"-I{folder}" for folder in include_folders()]
-    path = built(
-        "runtime",
-        ingredients,
-        lambda folder, target: run([compiler(), *FLAGS, *includes, *SOURCES, "-o", target]) and None,
-    )
+
+    def build(_: Path, target: Path) -> None:
+        run([compiler(), *FLAGS, *includes, *SOURCES, "-o", target])
+
+    path = built("runtime", [*sources, *headers, device_headers(), *FLAGS], build)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     pointer, text = ctypes.c_void_p, ctypes.c_char_p
     library.cuda_host_message.restype = text
@@ -82,22 +84,20 @@ def runtime_library() -> tuple[Path, Any]:
 
 
 def located(message: str, library: Path) -> str:
-    """A message of the runtime with the places in `library`, written ``@0x123@``, as file:line."""
+    """A message of the runtime with the places in `library`, written ``@0x123@``, as file:line, and names demangled."""
+    foreign = tuple(map(str, (DEVICE_HEADERS, *include_folders())))
 
     def place(found: re.Match[str]) -> str:
-        command = ["addr2line", "--inlines", f"--exe={library}", found[1]]
-        lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-        # A kernel's own line: the innermost one that is not in the harness's headers.
-        names = [re.sub(r" \(discriminator.*", "", line) for line in lines]
-        own = [name for name in names if not name.startswith(str(HERE))]
-        return Path((own or names or [found[1]])[0]).name
+        lines = _filtered(["addr2line", "--inlines", f"--exe={library}", found[1]], "").splitlines()
+        # The innermost line that is not in a header of the harness or of CUDA.
+        own = [line for line in lines if not line.startswith(foreign)]
+        return Path((own or lines or [found[1]])[0].partition(" (discriminator")[0]).name
 
-    message = re.sub(r"@(0x[0-9a-f]+|0)@", place, message)
-    return run_filter(["c++filt", "--no-strip-underscore"], message)
+    return _filtered(["c++filt"], re.sub(r"@(0x[0-9a-f]+|0)@", place, message))
 
 
-def run_filter(command: list[str], text: str) -> str:
-    """`text` after a filter, or as it was where the filter is not installed."""
+def _filtered(command: list[str], text: str) -> str:
+    """`text` after a program of binutils, or as it was where that fails."""
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def built(name: str, ingredients: Sequence[str], build: Callable[[Path, Path], N
 
     Processes that build the same library at once do so in folders of their own, and the last one to finish wins.
     """
-    text = "\0".join([*ingredients, toolchain()])
+    text = "\0".join([*ingredients, toolchain(), platform.machine()])
     library = cache_folder() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if library.exists():
         return library

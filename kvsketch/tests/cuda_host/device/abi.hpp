@@ -35,10 +35,11 @@ void cuda_host_barrier(int predicate, int votes[3], const char* file, int line);
 void cuda_host_collective(cuda_host_collective_fn run, unsigned mask, void* data, int orders_memory, const char* what,
                           const char* file, int line);
 void cuda_host_fail(const char* format, ...) __attribute__((format(printf, 1, 2), noreturn));
-// Accesses that the compiler does not report by itself.
-void cuda_host_atomic(const volatile void* address, unsigned bytes);
-void cuda_host_read(const void* address, size_t bytes);
-void cuda_host_write(void* address, size_t bytes);
+// Accesses that the compiler does not report by itself, made on behalf of the code that returns to `caller`; by the
+// calling code where that is null.
+void cuda_host_atomic(const volatile void* address, unsigned bytes, void* caller);
+void cuda_host_read(const void* address, size_t bytes, void* caller);
+void cuda_host_write(void* address, size_t bytes, void* caller);
 void cuda_host_copy_async(void* to, const void* from, unsigned bytes, unsigned from_bytes);
 void cuda_host_copy_commit();
 void cuda_host_copy_wait(unsigned keep);

@@ -5,7 +5,7 @@
 #define CUDA_HOST_ATOMIC(name, changed)                                           \
   template <class T>                                                              \
   CUDA_HOST_UNCHECKED T name(T* address, std::common_type_t<T> value) {           \
-    cuda_host_atomic(address, sizeof(T));                                         \
+    cuda_host_atomic(address, sizeof(T), __builtin_return_address(0));                                         \
     T old = *address;                                                             \
     *address = (changed);                                                         \
     return old;                                                                   \
@@ -22,7 +22,7 @@ CUDA_HOST_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 CUDA_HOST_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1)
 template <class T>
 CUDA_HOST_UNCHECKED T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> value) {
-  cuda_host_atomic(address, sizeof(T));
+  cuda_host_atomic(address, sizeof(T), __builtin_return_address(0));
   T old = *address;
   if (old == expected) *address = value;
   return old;

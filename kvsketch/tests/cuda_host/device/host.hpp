@@ -66,12 +66,12 @@ constexpr int warpSize = 32;
 
 // g++ does not report what memcpy and memset touch.
 __forceinline__ void* cuda_host_memcpy(void* to, const void* from, size_t bytes) {
-  cuda_host_read(from, bytes);
-  cuda_host_write(to, bytes);
+  cuda_host_read(from, bytes, nullptr);
+  cuda_host_write(to, bytes, nullptr);
   return __builtin_memcpy(to, from, bytes);
 }
 __forceinline__ void* cuda_host_memset(void* to, int value, size_t bytes) {
-  cuda_host_write(to, bytes);
+  cuda_host_write(to, bytes, nullptr);
   return __builtin_memset(to, value, bytes);
 }
 #define memcpy cuda_host_memcpy

@@ -78,7 +78,7 @@ template <int N, bool TRANSPOSED>
 CUDA_HOST_UNCHECKED void ldmatrix(unsigned* result, const void* row, const char* file, int line) {
   if ((int)cuda_host_current->lane < 8 * N) {
     if ((uintptr_t)row & 15) cuda_host_fail("MISALIGNED ldmatrix row at %s:%d: it needs 16 bytes", file, line);
-    cuda_host_read(row, 16);
+    cuda_host_read(row, 16, __builtin_return_address(0));
   }
   LdmatrixData mine{row, result};
   cuda_host_collective(

@@ -50,7 +50,7 @@ static void add_shared(uintptr_t start, size_t bytes, const std::string& name) {
 }
 
 void start_grid(unsigned shared_bytes) {
-  constexpr uintptr_t ALIGNMENT = 1024;
+  constexpr uintptr_t ALIGNMENT = 128;
   dynamic_bytes.resize(shared_bytes + ALIGNMENT);
   dynamic_start = (void*)(((uintptr_t)dynamic_bytes.data() + ALIGNMENT - 1) & ~(ALIGNMENT - 1));
   if (shared_bytes) add_shared((uintptr_t)dynamic_start, shared_bytes, "dynamic shared memory");

@@ -1,9 +1,11 @@
 // Every CUDA thread is a fiber: blocks run one after another, the threads of a block by turns.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <utility>
 
 #include "state.hpp"
@@ -114,6 +116,16 @@ static void run_block(const cuda_host_launch& launch, uint3 block, uint32_t numb
   go(nullptr, &fibers[take_ready()]);
 }
 
+// Blocks are promised no order either.
+static std::vector<uint32_t> order_of_blocks(size_t count) {
+  std::vector<uint32_t> order(count);
+  std::iota(order.begin(), order.end(), 0u);
+  if (options.order == REVERSE) std::reverse(order.begin(), order.end());
+  if (options.order == RANDOM)
+    for (size_t i = count; i > 1; i--) std::swap(order[i - 1], order[random_number() % i]);
+  return order;
+}
+
 }  // namespace cuda_host
 
 using namespace cuda_host;
@@ -127,11 +139,11 @@ CUDA_HOST_API int cuda_host_run(const cuda_host_launch* launch, void (*of)(void*
   thread_count = (int)(launch->block[0] * launch->block[1] * launch->block[2]);
   random_state = 88172645463325252ull ^ (options.seed + 1) * 0x9E3779B97F4A7C15ull;
   start_grid(launch->shared_bytes);
-  uint32_t number = 0;
-  uint3 at;
-  for (at.z = 0; at.z < launch->grid[2]; at.z++)
-    for (at.y = 0; at.y < launch->grid[1]; at.y++)
-      for (at.x = 0; at.x < launch->grid[0] && !failed; at.x++) run_block(*launch, at, number++);
+  const unsigned* grid = launch->grid;
+  for (uint32_t number : order_of_blocks((size_t)grid[0] * grid[1] * grid[2])) {
+    if (failed) break;
+    run_block(*launch, {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]}, number);
+  }
   end_grid();
   cuda_host_current = nullptr;
   return failed;

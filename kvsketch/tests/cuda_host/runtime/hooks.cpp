@@ -37,14 +37,14 @@ CUDA_HOST_API void __tsan_init() {}
 CUDA_HOST_API void __tsan_func_entry(void*) {}
 CUDA_HOST_API void __tsan_func_exit() {}
 
-CUDA_HOST_API void cuda_host_atomic(const volatile void* of, unsigned bytes) {
-  check_access((uintptr_t)of, bytes, Access::ATOMIC, true, CALLER);
+CUDA_HOST_API void cuda_host_atomic(const volatile void* of, unsigned bytes, void* caller) {
+  check_access((uintptr_t)of, bytes, Access::ATOMIC, true, caller ? (uintptr_t)caller : CALLER);
 }
-CUDA_HOST_API void cuda_host_read(const void* of, size_t bytes) {
-  check_access((uintptr_t)of, bytes, Access::READ, false, CALLER);
+CUDA_HOST_API void cuda_host_read(const void* of, size_t bytes, void* caller) {
+  check_access((uintptr_t)of, bytes, Access::READ, false, caller ? (uintptr_t)caller : CALLER);
 }
-CUDA_HOST_API void cuda_host_write(void* of, size_t bytes) {
-  check_access((uintptr_t)of, bytes, Access::WRITE, false, CALLER);
+CUDA_HOST_API void cuda_host_write(void* of, size_t bytes, void* caller) {
+  check_access((uintptr_t)of, bytes, Access::WRITE, false, caller ? (uintptr_t)caller : CALLER);
 }
 
 // ------------------------------------------------------------------ cp.async
