@@ -23,28 +23,46 @@ WARP: dict[str, tuple[str, Any]] = {
     "shfl_xor": ("o[i] = __shfl_xor_sync(~0u, lane, 9);", LANES ^ 9),
     "shfl_xor_width": ("o[i] = __shfl_xor_sync(~0u, lane, 9, 8);", np.where(LANES & 8, LANES ^ 9, LANES)),
     "shfl_half": ("o[i] = (int)float(__shfl_xor_sync(~0u, __float2half(float(lane)), 1));", LANES ^ 1),
-    "shfl_half2": ("half2 x = __floats2half2_rn(lane, 1); x = __shfl_xor_sync(~0u, x, 1); o[i] = (int)__low2float(x);", LANES ^ 1),
+    "shfl_half2": (
+        "half2 x = __floats2half2_rn(lane, 1); x = __shfl_xor_sync(~0u, x, 1); o[i] = (int)__low2float(x);",
+        LANES ^ 1,
+    ),
     "shfl_bf16": ("o[i] = (int)float(__shfl_xor_sync(~0u, __float2bfloat16(float(lane)), 1));", LANES ^ 1),
     "shfl_i64": ("o[i] = (int)(__shfl_sync(~0u, (long long)lane << 40, 7) >> 40);", 7),
     "shfl_float": ("o[i] = (int)__shfl_sync(~0u, 0.5f + lane, 7);", 7),
-    "shfl_divergent": ("if (lane < 16) o[i] = __shfl_sync(0xffffu, lane, 3); else o[i] = -__shfl_sync(0xffff0000u, lane, 20);", np.where(LANES < 16, 3, -20)),
+    "shfl_divergent": (
+        "if (lane < 16) o[i] = __shfl_sync(0xffffu, lane, 3); else o[i] = -__shfl_sync(0xffff0000u, lane, 20);",
+        np.where(LANES < 16, 3, -20),
+    ),
     "ballot": ("o[i] = __ballot_sync(~0u, lane % 3 == 0);", sum(1 << i for i in range(0, 31, 3))),
     "any_all": ("o[i] = __any_sync(~0u, lane == 7) * 10 + __all_sync(~0u, lane < 32);", 11),
     "none": ("o[i] = __any_sync(~0u, 0) * 10 + __all_sync(~0u, lane < 31);", 0),
     "match_any": ("o[i] = __match_any_sync(~0u, lane & 1) >> 1;", np.where(LANES & 1, 0x55555555, 0x2AAAAAAA)),
     "match_all": ("int p, q; __match_all_sync(~0u, 4, &p); __match_all_sync(~0u, lane, &q); o[i] = 2 * p + q;", 2),
-    "reduce_add": ("o[i] = __reduce_add_sync(lane < 16 ? 0xffffu : 0xffff0000u, lane);", np.where(LANES < 16, 120, 376)),
+    "reduce_add": (
+        "o[i] = __reduce_add_sync(lane < 16 ? 0xffffu : 0xffff0000u, lane);",
+        np.where(LANES < 16, 120, 376),
+    ),
     "reduce_max": ("o[i] = __reduce_max_sync(~0u, -lane);", 0),
     "reduce_min": ("o[i] = __reduce_min_sync(~0u, -lane);", -31),
     "reduce_xor": ("o[i] = __reduce_xor_sync(~0u, 1u << lane) == ~0u;", 1),
     "early_return": ("o[i] = 0; if (lane >= 8) return; o[i] = __ballot_sync(~0u, 1);", np.where(LANES < 8, 255, 0)),
     "syncwarp": ("__shared__ int s[32]; s[lane] = lane; __syncwarp(); o[i] = s[lane ^ 1];", LANES ^ 1),
-    "atomic_max": ("__shared__ int m; if (!lane) m = -5; __syncthreads(); atomicMax(&m, lane); __syncthreads(); o[i] = m;", 31),
-    "atomic_float": ("__shared__ float m; if (!lane) m = 0; __syncthreads(); atomicAdd(&m, 0.5f); __syncthreads(); o[i] = (int)m;", 16),
-    "atomic_cas": ("__shared__ int m; if (!lane) m = 3; __syncthreads(); atomicCAS(&m, 3, 9); __syncthreads(); o[i] = m;", 9),
+    "atomic_max": (
+        "__shared__ int m; if (!lane) m = -5; __syncthreads(); atomicMax(&m, lane); __syncthreads(); o[i] = m;",
+        31,
+    ),
+    "atomic_float": (
+        "__shared__ float m; if (!lane) m = 0; __syncthreads(); atomicAdd(&m, 0.5f); __syncthreads(); o[i] = (int)m;",
+        16,
+    ),
+    "atomic_cas": (
+        "__shared__ int m; if (!lane) m = 3; __syncthreads(); atomicCAS(&m, 3, 9); __syncthreads(); o[i] = m;",
+        9,
+    ),
     "device_function": ("o[i] = in_helper(lane);", LANES[::-1]),
     "constant_table": ("o[i] = table[lane & 3];", np.tile([2, 3, 5, 7], 8)),
-}  # fmt: skip
+}
 #: Values of single threads.
 SCALAR: dict[str, tuple[str, int]] = {
     "byte_perm": ("__byte_perm(0x33221100u, 0x77665544u, 0x7250u)", 0x77225500),
@@ -65,9 +83,15 @@ SCALAR: dict[str, tuple[str, int]] = {
     "saturate": ("(int)(10 * __saturatef(3.f) + __saturatef(-3.f))", 10),
     "min_max": ("min(3, 4u) + max(-1, 2) + (int)fmaxf(1.f, 2.f) + (int)max(7ll, 3ll)", 3 + 2 + 2 + 7),
     "as_int": ("__float_as_int(1.f)", 0x3F800000),
-    "hfma2": ("(int)__high2float(__hfma2(__floats2half2_rn(1, 2), __floats2half2_rn(3, 4), __floats2half2_rn(5, 6)))", 14),
-    "hfma_once": ("(int)(2048 * __half2float(__hfma(__float2half(1.0009765625f), __float2half(1.0009765625f), __float2half(-1.f))))", 4),
-    "half_arithmetic": ("(int)float(__hadd2(__hmul2(__half2half2(__float2half(3)), __floats2half2_rn(1, 2)), __float2half2_rn(4)).y)", 10),
+    "hfma2": (
+        "(int)__high2float(__hfma2(__floats2half2_rn(1, 2), __floats2half2_rn(3, 4), __floats2half2_rn(5, 6)))",
+        14,
+    ),
+    "hfma_rounds_once": ("(int)(1048576 * square_plus(1.0009765625f, -1.001953125f))", 1),
+    "half_arithmetic": (
+        "(int)float(__hadd2(__hmul2(__half2half2(__float2half(3)), __floats2half2_rn(1, 2)), __float2half2_rn(4)).y)",
+        10,
+    ),
     "half_compare": ("__hlt(__float2half(1), __float2half(2)) + 2 * __hisnan(__float2half(1))", 1),
     "half_max": ("(int)float(__hmax2(__floats2half2_rn(1, 9), __floats2half2_rn(5, 2)).x)", 5),
     "half_bits": ("(int)__half_as_ushort(__float2half_rn(1.f))", 0x3C00),
@@ -75,17 +99,26 @@ SCALAR: dict[str, tuple[str, int]] = {
     "float22half2": ("(int)float(__float22half2_rn(make_float2(1, 7)).y)", 7),
     "halves2half2": ("(int)float(__high2half(__halves2half2(__float2half(1), __float2half(7))))", 7),
     "half22float2": ("(int)__half22float2(__floats2half2_rn(1, 7)).y", 7),
-    "bf16": ("(int)float(__float2bfloat16_rn(257.f)) + (int)__bfloat162float(__low2bfloat16(__floats2bfloat162_rn(3, 4)))", 259),
-    "bf162_fma": ("(int)float(__hfma2(__floats2bfloat162_rn(1, 2), __floats2bfloat162_rn(3, 4), __floats2bfloat162_rn(5, 6)).y)", 14),
+    "bf16": (
+        "(int)float(__float2bfloat16_rn(257.f)) + (int)__bfloat162float(__low2bfloat16(__floats2bfloat162_rn(3, 4)))",
+        259,
+    ),
+    "bf162_fma": (
+        "(int)float(__hfma2(__floats2bfloat162_rn(1, 2), __floats2bfloat162_rn(3, 4), __floats2bfloat162_rn(5, 6)).y)",
+        14,
+    ),
     "h2exp2": ("(int)float(h2exp2(__floats2half2_rn(3, 4)).y)", 16),
     "exp2f": ("(int)exp2f(5.f)", 32),
     "int_as_float": ("isinf(__int_as_float(0x7f800000)) ? 1 : 0", 1),
     "rsqrt": ("(int)(100 * rsqrtf(4.f))", 50),
-}  # fmt: skip
+}
 PREAMBLE = """
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 __constant__ int table[4] = {2, 3, 5, 7};
+__device__ float square_plus(float x, float y) {
+  return __half2float(__hfma(__float2half(x), __float2half(x), __float2half(y)));
+}
 __device__ int in_helper(int lane) {
   __shared__ int s[32];
   s[lane] = lane;
@@ -242,7 +275,9 @@ def test_dynamic_shared_memory(dtype: Any, name: str) -> None:
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize(("dtype", "name"), [(np.float16, "half"), (ml_dtypes.bfloat16, "__nv_bfloat16")])
 def test_structs_are_passed_by_value(dtype: Any, name: str) -> None:
-    shape = np.array((3, 5, 2.5), np.dtype([("rows", np.int64), ("width", np.int32), ("scale", np.float32)], align=True))
+    shape = np.array(
+        (3, 5, 2.5), np.dtype([("rows", np.int64), ("width", np.int32), ("scale", np.float32)], align=True)
+    )
     a = np.arange(15).reshape(3, 5).astype(dtype)
     for value in (shape, shape[()]):  # an array of no axes, and a numpy.void
         o = empty((3, 5), np.float32)
@@ -303,11 +338,19 @@ STRUCT = np.dtype([("rows", np.int64), ("width", np.int32)])
         ("count", (), "0 arguments for 1 parameters"),
         ("reversed<float>", (np.zeros(4, np.float32), np.zeros(4, np.float32), 4), "argument 2 is a int"),
         ("reversed<float>", (np.zeros(4, np.float32), np.zeros(4, np.float32), np.int64(4)), "wants int32"),
-        ("reversed<float>", (np.zeros(4, np.float64), np.zeros(4, np.float32), np.int32(4)), "pointer to const float32"),
+        (
+            "reversed<float>",
+            (np.zeros(4, np.float64), np.zeros(4, np.float32), np.int32(4)),
+            "pointer to const float32",
+        ),
         ("reversed<__nv_bfloat16>", (np.zeros(4, np.float16), np.zeros(4, np.float16), np.int32(4)), "const bfloat16"),
-        ("scaled<half>", (np.zeros(4, np.float16), np.zeros(4, np.float32), np.zeros((), STRUCT), np.bool_(0)), "struct of 16 bytes"),
+        (
+            "scaled<half>",
+            (np.zeros(4, np.float16), np.zeros(4, np.float32), np.zeros((), STRUCT), np.bool_(0)),
+            "struct of 16 bytes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_arguments_must_be_what_the_kernel_takes(name: str, args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(CudaHostError, match=message):
         launch(name, (4,), *args)

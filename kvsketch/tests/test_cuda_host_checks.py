@@ -15,24 +15,49 @@ pytestmark = needs_compiler
 
 #: Bodies of a kernel over 33 numbers `in` and `o` with one block of 32 threads, and what is said of each.
 WRONG: dict[str, tuple[str, str]] = {
-    "read_one_past": ("o[i] = in[i + 2];", r"thread \(31,0,0\)\] OUT OF BOUNDS read of 4 bytes at wrong.cu:\d+: byte 132 of argument 1 \(int32\[33\]\) \(132 bytes\)"),
+    "read_one_past": (
+        "o[i] = in[i + 2];",
+        r"thread \(31,0,0\)\] OUT OF BOUNDS read of 4 bytes at wrong.cu:\d+: "
+        r"byte 132 of argument 1 \(int32\[33\]\) \(132 bytes\)",
+    ),
     "read_before": ("o[i] = in[i - 1];", "OUT OF BOUNDS read of 4 bytes .* byte -4 of argument 1"),
     "write_past": ("if (i == 5) o[33] = 1;", r"thread \(5,0,0\)\] OUT OF BOUNDS write .* byte 132 of argument 0"),
-    "atomic_past": ("atomicAdd(o + 33 + i, 1);", r"OUT OF BOUNDS atomic of 4 bytes at wrong.cu:\d+: byte 132 of argument 0"),
+    "atomic_past": (
+        "atomicAdd(o + 33 + i, 1);",
+        r"OUT OF BOUNDS atomic of 4 bytes at wrong.cu:\d+: byte 132 of argument 0",
+    ),
     "vector_past": ("uint4 v = *(const uint4*)(in + 4 * i); o[i] = (int)v.w;", "OUT OF BOUNDS read of (4|16)"),
-    "struct_past": ("struct S { int a[12]; }; S s = *(const S*)(in + i); o[i] = s.a[threadIdx.x % 12];", "OUT OF BOUNDS read"),
+    "struct_past": (
+        "struct S { int a[12]; }; S s = *(const S*)(in + i); o[i] = s.a[threadIdx.x % 12];",
+        "OUT OF BOUNDS read",
+    ),
     "memcpy_past": ("int v[8]; memcpy(v, in + i, 32); o[i] = v[threadIdx.x % 8];", "OUT OF BOUNDS read of 32"),
     "memset_past": ("memset(o + 30, 0, 16);", "OUT OF BOUNDS write of 16"),
     "ldg_past": ("o[i] = __ldg(in + 40);", "OUT OF BOUNDS read"),
     "null": ("*(volatile int*)nullptr = 1;", "UNDEFINED BEHAVIOUR .null or misaligned|OUT OF BOUNDS"),
     "write_const": ("const_cast<int*>(in)[i] = 1;", "WRITE to read-only argument 1"),
-    "shared_past": ("__shared__ int s[64]; extern __shared__ int d[]; s[i] = i; d[i + 1] = s[i]; o[i] = 0;", "OUT OF BOUNDS write .* byte 128 of dynamic shared memory"),
-    "misaligned": ("o[i] = (int)(*(const long long*)(in + 1) >> 32);", "UNDEFINED BEHAVIOUR .null or misaligned|MISALIGNED"),
-    "misaligned_half2": ("half2 h = *(const half2*)((const half*)in + 2 * i + 1); o[i] = (int)float(h.x);", "UNDEFINED BEHAVIOUR .null or misaligned|MISALIGNED"),
-    "unwritten_shared": ("__shared__ int s[33]; s[i] = i; __syncthreads(); o[i] = s[i + 1];", r"UNINITIALISED read at wrong.cu:\d+: byte 128 of __shared__ unwritten_shared\(.*\)::s"),
+    "shared_past": (
+        "__shared__ int s[64]; extern __shared__ int d[]; s[i] = i; d[i + 1] = s[i]; o[i] = 0;",
+        "OUT OF BOUNDS write .* byte 128 of dynamic shared memory",
+    ),
+    "misaligned": (
+        "o[i] = (int)(*(const long long*)(in + 1) >> 32);",
+        "UNDEFINED BEHAVIOUR .null or misaligned|MISALIGNED",
+    ),
+    "misaligned_half2": (
+        "half2 h = *(const half2*)((const half*)in + 2 * i + 1); o[i] = (int)float(h.x);",
+        "UNDEFINED BEHAVIOUR .null or misaligned|MISALIGNED",
+    ),
+    "unwritten_shared": (
+        "__shared__ int s[33]; s[i] = i; __syncthreads(); o[i] = s[i + 1];",
+        r"UNINITIALISED read at wrong.cu:\d+: byte 128 of __shared__ unwritten_shared\(.*\)::s",
+    ),
     "unwritten_output": ("if (i) o[i] = 1; __syncthreads(); o[i] += 1;", "UNINITIALISED read .* byte 0 of argument 0"),
     "unwritten_atomic": ("atomicAdd(o + i, 1);", "UNINITIALISED atomic"),
-    "array_index": ("int a[4]; for (int j = 0; j < 4; j++) a[j] = j; o[i] = a[threadIdx.x];", "array index out of bounds"),
+    "array_index": (
+        "int a[4]; for (int j = 0; j < 4; j++) a[j] = j; o[i] = a[threadIdx.x];",
+        "array index out of bounds",
+    ),
     "shift": ("o[i] = 1 << (i + 8);", "shift out of bounds.*wrong.cu"),
     "division": ("o[i] = 7 / (i - 3);", r"thread \(3,0,0\)\] UNDEFINED BEHAVIOUR \(division by zero"),
     "overflow": ("o[i] = 0x7fffffff - 30 + i;", "signed addition overflows"),
@@ -41,15 +66,30 @@ WRONG: dict[str, tuple[str, str]] = {
     "trap": ("__trap();", r"__trap\(\)"),
     "active_mask": ("o[i] = __activemask();", "pass masks explicitly"),
     "same_place": ("o[0] = i;", "RACE write-after-write on argument 0"),
-    "neighbour": ("__shared__ int s[32]; s[i] = i; o[i] = s[i ^ 1];", "RACE read-after-write on __shared__|UNINITIALISED"),
-    "write_after_read": ("__shared__ int s[32]; s[i] = i; __syncthreads(); o[i] = s[31 - i]; s[i] = 0;", "RACE (write-after-read|read-after-write) on __shared__"),
-    "shuffle_no_barrier": ("__shared__ int s[32]; s[i] = i; __shfl_sync(~0u, 1, 0); o[i] = s[i ^ 1];", "RACE read-after-write"),
+    "neighbour": (
+        "__shared__ int s[32]; s[i] = i; o[i] = s[i ^ 1];",
+        "RACE read-after-write on __shared__|UNINITIALISED",
+    ),
+    "write_after_read": (
+        "__shared__ int s[32]; s[i] = i; __syncthreads(); o[i] = s[31 - i]; s[i] = 0;",
+        "RACE (write-after-read|read-after-write) on __shared__",
+    ),
+    "shuffle_no_barrier": (
+        "__shared__ int s[32]; s[i] = i; __shfl_sync(~0u, 1, 0); o[i] = s[i ^ 1];",
+        "RACE read-after-write",
+    ),
     "atomic_then_read": ("__shared__ int s; if (!i) s = 0; __syncthreads(); atomicAdd(&s, 1); o[i] = s;", "RACE"),
     "not_in_mask": ("o[i] = __shfl_sync(0xffu, 1, 0);", "calling lane 8 is not in its own mask 0x000000ff"),
     "wrong_half": ("o[i] = __shfl_xor_sync(i < 16 ? 0xffffu : 0xffff0000u, i, 16);", "does not take part"),
-    "different_barriers": ("o[i] = 0; if (i < 16) __syncthreads();\nelse __syncthreads_count(1);", r"DIVERGENT __syncthreads: this thread is at wrong.cu:\d+ but thread 0 waits at wrong.cu"),
-    "returned_lane": ("if (i == 4) return; o[i] = __shfl_sync(~0u, 1, 0) + __shfl_sync(~0u, i, 4);", "does not take part"),
-}  # fmt: skip
+    "different_barriers": (
+        "o[i] = 0; if (i < 16) __syncthreads();\nelse __syncthreads_count(1);",
+        r"DIVERGENT __syncthreads: this thread is at wrong.cu:\d+ but thread 0 waits at wrong.cu",
+    ),
+    "returned_lane": (
+        "if (i == 4) return; o[i] = __shfl_sync(~0u, 1, 0) + __shfl_sync(~0u, i, 4);",
+        "does not take part",
+    ),
+}
 
 
 @cache
@@ -115,7 +155,17 @@ __global__ void three_readers(int* o) {
   if (threadIdx.x == 1) s = 8;
 }
 """
-MORE_NAMES = ("across_blocks", "copy_all", "add_one", "shifted", "stuck", "exits", "neighbours", "last_block", "three_readers")
+MORE_NAMES = (
+    "across_blocks",
+    "copy_all",
+    "add_one",
+    "shifted",
+    "stuck",
+    "exits",
+    "neighbours",
+    "last_block",
+    "three_readers",
+)
 
 
 @cache
@@ -128,7 +178,10 @@ def launch(name: str, threads: int, *args: Any, blocks: int = 1) -> None:
 
 
 def test_blocks_race_with_one_another() -> None:
-    with running("check"), pytest.raises(CudaHostError, match=r"RACE write-after-write .* by block 0 thread 0 at more\.cu:1"):
+    with (
+        running("check"),
+        pytest.raises(CudaHostError, match=r"RACE write-after-write .* by block 0 thread 0 at more\.cu:1"),
+    ):
         launch("across_blocks", 32, np.zeros(32, np.int32), blocks=2)
 
 
@@ -213,7 +266,9 @@ def test_a_race_that_luck_hides() -> None:
     assert right("fast")
     assert not right("fast", "reverse")
     assert not any(right("fast", "random", seed=seed) for seed in range(8))
-    with pytest.raises(CudaHostError, match=r"RACE read-after-write on __shared__ .* at more\.cu:21, .* at more\.cu:20"):
+    with pytest.raises(
+        CudaHostError, match=r"RACE read-after-write on __shared__ .* at more\.cu:21, .* at more\.cu:20"
+    ):
         right("check")
 
 

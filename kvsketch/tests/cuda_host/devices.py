@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 
 from kvsketch.tests.cuda_host.toolchain import CudaHostError
 
+HERE = Path(__file__).parent
 #: Kilobytes of shared memory that one block may have, by compute capability.
 SHARED_KILOBYTES = {"75": 64, "80": 163, "86": 99, "87": 163, "89": 99, "90": 227, "100": 227, "103": 227, "120": 99}
 #: What a kernel gets without asking for more.
@@ -39,28 +43,44 @@ class Counts:
         How often data of the host was sent.
     launches
         How many kernels ran in the harness.
+    places
+        What waited or sent, and from where: ``"get() at kvsketch/cache.py:301"``.
     """
 
     synchronisations: int = 0
     uploads: int = 0
     launches: int = 0
+    places: list[str] = field(default_factory=list)
     waiting_allowed: bool = True
 
     def reset(self) -> None:
         """Start again from zero."""
         self.synchronisations = self.uploads = self.launches = 0
+        self.places.clear()
 
     def synchronise(self, what: str) -> None:
         """The host waits, for `what`."""
         if not self.waiting_allowed:
             raise CudaHostError(f"{what} makes the host wait for the device, which a captured graph cannot")
         self.synchronisations += 1
+        self.places.append(f"{what} at {_caller()}")
 
     def upload(self, what: str) -> None:
         """Data of the host is sent, by `what`."""
         if not self.waiting_allowed:
             raise CudaHostError(f"{what} sends data of the host, which a captured graph would send again as it was")
         self.uploads += 1
+        self.places.append(f"{what} at {_caller()}")
+
+
+def _caller() -> str:
+    """File and line of the code that uses the stand-in."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and Path(frame.f_code.co_filename).parent == HERE:
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}"
 
 
 devices = Devices()

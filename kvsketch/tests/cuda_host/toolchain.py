@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -33,8 +34,14 @@ class CompileError(CudaHostError):
 
 def missing() -> str | None:
     """What this machine lacks to execute kernels on its CPU, or None."""
-    if not shutil.which(compiler()):
-        return f"no C++ compiler {compiler()!r} was found; install g++ 10 or newer, or name one in CXX"
+    for program in (compiler(), "nm"):
+        if not shutil.which(program):
+            return f"{program!r} was not found; install g++ 10 or newer with binutils (CXX names another compiler)"
+    return missing_headers()
+
+
+def missing_headers() -> str | None:
+    """The wheel of NVIDIA's headers that is not installed, or None."""
     for header, names in ((HEADER, HEADER_DISTRIBUTIONS), (LIBRARY_HEADER, LIBRARY_DISTRIBUTIONS)):
         if _folder_of(header, names) is None:
             return f"{header} of CUDA was not found; pip install {names[0]}"
@@ -61,10 +68,20 @@ def _folder_of(header: str, distributions: tuple[str, ...]) -> Path | None:
 
 def include_folders() -> tuple[Path, ...]:
     """Where NVIDIA's headers lie; CudaHostError when a wheel is not installed."""
+    if reason := missing_headers():
+        raise CudaHostError(reason)
     folders = (_folder_of(HEADER, HEADER_DISTRIBUTIONS), _folder_of(LIBRARY_HEADER, LIBRARY_DISTRIBUTIONS))
-    if None in folders:
-        raise CudaHostError(missing())
     return tuple(folder for folder in folders if folder is not None)
+
+
+@cache
+def cuda_versions() -> str:
+    """Versions of the wheels with NVIDIA's headers."""
+    found = []
+    for name in (*HEADER_DISTRIBUTIONS, *LIBRARY_DISTRIBUTIONS):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return " ".join(found)
 
 
 def run(command: Sequence[str | Path], error: type[Exception] = CudaHostError) -> str:
@@ -78,26 +95,31 @@ def run(command: Sequence[str | Path], error: type[Exception] = CudaHostError) -
 @cache
 def toolchain() -> str:
     """Versions of everything outside this package that a built library depends on."""
-    return run([compiler(), "--version"]) + " ".join(map(str, include_folders()))
+    return f"{run([compiler(), '--version'])} {platform.machine()} {cuda_versions()}"
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept."""
+    """Where built files are kept."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path(sys.prefix) / "cuda-host")
 
 
-def built(name: str, ingredients: Sequence[str], build: Callable[[Path, Path], None]) -> Path:
-    """The library `name` made from `ingredients`, by ``build(folder, target)`` unless it is kept already.
+def kept(name: str, suffix: str, ingredients: Sequence[str], build: Callable[[Path, Path], None]) -> Path:
+    """The file made of `ingredients` by ``build(folder, target)``, unless it was made before.
 
-    Processes that build the same library at once do so in folders of their own, and the last one to finish wins.
+    Processes that make the same file at once do so in folders of their own, and the last one to finish wins.
     """
-    text = "\0".join([*ingredients, toolchain(), platform.machine()])
-    library = cache_folder() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
-    if library.exists():
-        return library
+    key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:24]
+    file = cache_folder() / f"{name}-{key}{suffix}"
+    if file.exists():
+        return file
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=f"{name}-") as folder:
-        target = Path(folder) / library.name
+        target = Path(folder) / file.name
         build(Path(folder), target)
-        os.replace(target, library)
-    return library
+        os.replace(target, file)
+    return file
+
+
+def built(name: str, ingredients: Sequence[str], build: Callable[[Path, Path], None]) -> Path:
+    """A shared library, kept for as long as ingredients and toolchain are the same."""
+    return kept(name, ".so", [*ingredients, toolchain()], build)
