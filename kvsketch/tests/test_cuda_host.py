@@ -107,6 +107,7 @@ SCALAR: dict[str, tuple[str, int]] = {
         "(int)float(__hfma2(__floats2bfloat162_rn(1, 2), __floats2bfloat162_rn(3, 4), __floats2bfloat162_rn(5, 6)).y)",
         14,
     ),
+    "half2int": ("__half2int_rn(__float2half(2.5f)) * 10 + (int)__bfloat162uint_ru(__float2bfloat16(2.5f))", 23),
     "h2exp2": ("(int)float(h2exp2(__floats2half2_rn(3, 4)).y)", 16),
     "exp2f": ("(int)exp2f(5.f)", 32),
     "int_as_float": ("isinf(__int_as_float(0x7f800000)) ? 1 : 0", 1),

@@ -22,6 +22,18 @@ inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162
   return __nv_bfloat162{__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
 
+// __half2int_rn(x) and the like: of an integer type and a rounding, saturated as the float functions are.
+#define CUDA_HOST_HALF_TO_INTEGER(type, round)                                                  \
+  inline type __half2##type##_##round(half x) { return __float2##type##_##round(__half2float(x)); } \
+  inline type __bfloat162##type##_##round(__nv_bfloat16 x) { return __float2##type##_##round(__bfloat162float(x)); }
+typedef unsigned uint;
+CUDA_HOST_HALF_TO_INTEGER(int, rn)
+CUDA_HOST_HALF_TO_INTEGER(int, rd)
+CUDA_HOST_HALF_TO_INTEGER(int, ru)
+CUDA_HOST_HALF_TO_INTEGER(uint, rn)
+CUDA_HOST_HALF_TO_INTEGER(uint, rd)
+CUDA_HOST_HALF_TO_INTEGER(uint, ru)
+
 // h...(x) of one number and h2...(x) of a pair, by the float function.
 #define CUDA_HOST_HALF_FUNCTION(name, of)                                                                 \
   inline half h##name(half x) { return __float2half(of(__half2float(x))); }                               \
@@ -35,7 +47,10 @@ inline float reciprocal_root(float x) { return 1.0f / sqrtf(x); }
 CUDA_HOST_HALF_FUNCTION(exp, expf)
 CUDA_HOST_HALF_FUNCTION(exp2, exp2f)
 CUDA_HOST_HALF_FUNCTION(log, logf)
+CUDA_HOST_HALF_FUNCTION(exp10, exp10f)
 CUDA_HOST_HALF_FUNCTION(log2, log2f)
+CUDA_HOST_HALF_FUNCTION(log10, log10f)
+CUDA_HOST_HALF_FUNCTION(tanh, tanhf)
 CUDA_HOST_HALF_FUNCTION(sqrt, sqrtf)
 CUDA_HOST_HALF_FUNCTION(rsqrt, cuda_host::reciprocal_root)
 CUDA_HOST_HALF_FUNCTION(rcp, cuda_host::reciprocal)

@@ -58,8 +58,9 @@ constexpr int warpSize = 32;
 [[noreturn]] inline void __trap() { cuda_host_fail("__trap()"); }
 
 #include "atomics.hpp"
-#include "half.hpp"
 #include "intrinsics.hpp"
+// after the float functions that it uses
+#include "half.hpp"
 #include "launch.hpp"
 #include "tensor.hpp"
 #include "warp.hpp"

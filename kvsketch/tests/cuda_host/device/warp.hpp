@@ -1,4 +1,4 @@
-// Barriers and warp collectives. A collective is one function over the data of all its lanes, run by the last to arrive.
+// Barriers and warp collectives: a collective is one function over the data of all its lanes, which the last one runs.
 #pragma once
 
 inline void __syncthreads(CUDA_HOST_PLACE) {

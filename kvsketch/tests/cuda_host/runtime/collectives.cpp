@@ -116,7 +116,7 @@ CUDA_HOST_API void cuda_host_barrier(int predicate, int votes[3], const char* fi
   Fiber* me = self();
   if (at_barrier) {
     const Fiber& first = fibers[first_at_barrier];
-    if (first.line != line || strcmp(first.file, file))
+    if (first.line != line || (first.file != file && strcmp(first.file, file)))
       cuda_host_fail("DIVERGENT __syncthreads: this thread is at %s:%d but thread %d waits at %s:%d", file, line,
                      first_at_barrier, first.file, first.line);
   } else {

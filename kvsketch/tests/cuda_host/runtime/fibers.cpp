@@ -106,7 +106,7 @@ static void run_block(const cuda_host_launch& launch, uint3 block, uint32_t numb
     fiber.thread = {thread, block, {size[0], size[1], size[2]}, {grid[0], grid[1], grid[2]}, i, i % WARP, i / WARP,
                     dynamic_shared()};
     fiber.state = State::READY;
-    fiber.id = 1 + number * thread_count + i;
+    fiber.block = number;
     fiber.block_epoch = fiber.warp_epoch = 0;
     if (fiber.copies.size() != 1 || !fiber.copies[0].empty()) fiber.copies.assign(1, {});
     make_context(contexts[i], fiber.stack, STACK - PAGE, run_thread);

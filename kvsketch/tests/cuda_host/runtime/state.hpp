@@ -37,7 +37,7 @@ struct Fiber {
   cuda_host_thread thread;  // first: cuda_host_current points to it
   State state;
   char* stack;
-  uint32_t id;  // 1 + its number in the grid
+  uint32_t block;  // its block's number in the grid
   uint32_t block_epoch, warp_epoch;
   const char *what, *file;  // where it waits
   int line;
