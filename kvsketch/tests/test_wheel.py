@@ -17,8 +17,13 @@ import kvsketch
 
 ROOT = Path(kvsketch.__file__).parents[1]
 #: Folders of the tree and the packages that they are installed as.
-FOLDERS = {"kvsketch": "kvsketch", "adapters": "kvsketch/adapters", "validation": "kvsketch/validation"}
-SUFFIXES = (".py", ".typed", ".j2", ".cu", ".cuh")
+FOLDERS = {
+    "kvsketch": "kvsketch",
+    "adapters": "kvsketch/adapters",
+    "cuda_raw": "kvsketch/cuda_raw",
+    "validation": "kvsketch/validation",
+}
+SUFFIXES = (".py", ".typed", ".j2", ".cu", ".cuh", ".hpp", ".cpp")
 
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="kvsketch is installed without its tree")
 
