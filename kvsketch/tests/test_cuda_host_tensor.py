@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -61,6 +62,8 @@ def module(code: str) -> HostModule:
 def operands(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A and B as 32-bit words, and A B^T."""
     rng = np.random.default_rng(1)
+    a: Any
+    b: Any
     if kind in EIGHT_BITS:
         a, b = (
             rng.integers(np.iinfo(t).min, np.iinfo(t).max, (n, 32), dtype=t, endpoint=True)
@@ -71,8 +74,8 @@ def operands(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         a, b = (rng.standard_normal((n, 16)).astype(HALVES[kind]) for n in (16, 8))
         return a.view(np.uint32), b.view(np.uint32), a.astype(np.float64) @ b.astype(np.float64).T
     a, b = rng.integers(0, 2, (16, 256)), rng.integers(0, 2, (8, 256))
-    packed = (np.packbits(x.astype(np.uint8), axis=1, bitorder="little").view(np.uint32) for x in (a, b))
-    return *packed, a @ b.T if kind == "AND" else a @ (1 - b).T + (1 - a) @ b.T
+    words = [np.packbits(x.astype(np.uint8), axis=1, bitorder="little").view(np.uint32) for x in (a, b)]
+    return words[0], words[1], a @ b.T if kind == "AND" else a @ (1 - b).T + (1 - a) @ b.T
 
 
 def run(kind: str, code: str = PRODUCT) -> np.ndarray:

@@ -58,7 +58,8 @@ class Passed:
         self.name = name
         self.read_only = read_only
         # The runtime keeps their addresses for as long as it runs.
-        self.flags = self.covered = None
+        self.flags: np.ndarray | None = None
+        self.covered: np.ndarray | None = None
 
     def declare(self, runtime: Any) -> None:
         """Tell the runtime what memory this argument lets the kernel touch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -65,7 +66,7 @@ def compile_for(
     `options`, or what it gives for an architecture, are added to the harness's own. CompileError says file and line.
     Results are kept as built modules are.
     """
-    results = {}
+    results: dict[tuple[int, str], Compiled] = {}
     for architecture in architectures:
         own = tuple(options(architecture) if callable(options) else options)
         ingredients = [code, str(architecture), *name_expressions, *own, *OPTIONS, _version()]
@@ -81,9 +82,7 @@ def compile_for(
 
 @cache
 def _nvrtc() -> Any:
-    from cuda.bindings import nvrtc
-
-    return nvrtc
+    return importlib.import_module("cuda.bindings.nvrtc")
 
 
 def _call(name: str, *args: Any) -> Any:

@@ -47,7 +47,7 @@ UFUNCS = (
 )
 CREATIONS = ("arange", "eye", "full", "linspace", "ones", "zeros")
 #: What ``ufunc.reduce`` does in CuPy, for the two that have it.
-REDUCTIONS = {"add": np.sum, "multiply": np.prod}
+REDUCTIONS: dict[str, Callable[..., Any]] = {"add": np.sum, "multiply": np.prod}
 
 
 class StandIn(ModuleType):
@@ -137,7 +137,7 @@ def asarray(value: Any, dtype: Any = None) -> ndarray:
 def ascontiguousarray(value: Any, dtype: Any = None) -> ndarray:
     """:func:`asarray`, copied unless its elements lie in order."""
     on_device = asarray(value, dtype)
-    return on_device if on_device.flags.c_contiguous else on_device.copy()
+    return on_device if on_device.flags.c_contiguous else call(np.ascontiguousarray, on_device)
 
 
 def asnumpy(value: Any) -> np.ndarray:
