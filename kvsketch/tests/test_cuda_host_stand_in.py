@@ -140,6 +140,14 @@ def test_results_are_arrays_of_the_device(cupy: Any) -> None:
     assert second.shape == first.shape
 
 
+def test_infinities_and_nan_are_silent(cupy: Any) -> None:
+    x = cupy.asarray(np.array([0, 1e38, -1], np.float32))
+    assert np.isnan((x / x)[0].get())
+    assert np.isinf((x * x).get()[1])
+    assert np.isnan(cupy.sqrt(x).get()[2])
+    assert (cupy.log(x) * cupy.inf).astype(np.int32).shape == (3,)
+
+
 def test_parts_are_views(cupy: Any) -> None:
     x = cupy.zeros((2, 3))
     x[1][2] = 5

@@ -212,9 +212,10 @@ def _with_view(index: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A NumPy function on stand-in arrays and numbers."""
+    """A NumPy function on stand-in arrays and numbers; as silent about infinities and NaN as a GPU."""
     out = options.get("out")
-    result = function(*map(unwrap, args), **{name: unwrap(value) for name, value in options.items()})
+    with np.errstate(all="ignore"):
+        result = function(*map(unwrap, args), **{name: unwrap(value) for name, value in options.items()})
     if out is None:
         return wrap(result)
     written = out[0] if isinstance(out, tuple) else out

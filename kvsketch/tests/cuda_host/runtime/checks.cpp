@@ -98,7 +98,8 @@ static const Window* find(uintptr_t address, Access kind) {
     found = &window;
     if (kind == Access::READ || !window.read_only) break;
   }
-  return last_found = found;
+  if (found) last_found = found;
+  return found;
 }
 
 static std::string nearest(uintptr_t address) {
@@ -156,11 +157,9 @@ static const char* name_of(Access kind) {
 // The window that all of an access lies in, or nullptr for what needs no check.
 static const Window* window_of(uintptr_t address, size_t bytes, Access kind, uintptr_t return_address) {
   if (on_a_stack(address)) return nullptr;
+  if (address - (uintptr_t)fibers < sizeof fibers || address == (uintptr_t)&cuda_host_current) return nullptr;
   const Window* window = find(address, kind);
-  if (!window) {
-    if (address - image_start < image_end - image_start) return nullptr;  // constants and tables of the module
-    if (address - (uintptr_t)fibers < sizeof fibers || address == (uintptr_t)&cuda_host_current) return nullptr;
-  }
+  if (!window && address - image_start < image_end - image_start) return nullptr;  // constants and tables
   size_t held = 0;
   if (window && !window->footprint)
     held = window->start + window->bytes - address;
