@@ -47,6 +47,10 @@ WARP: dict[str, tuple[str, Any]] = {
     "reduce_xor": ("o[i] = __reduce_xor_sync(~0u, 1u << lane) == ~0u;", 1),
     "early_return": ("o[i] = 0; if (lane >= 8) return; o[i] = __ballot_sync(~0u, 1);", np.where(LANES < 8, 255, 0)),
     "syncwarp": ("__shared__ int s[32]; s[lane] = lane; __syncwarp(); o[i] = s[lane ^ 1];", LANES ^ 1),
+    "syncwarp_halves": (
+        "__shared__ int s[32]; s[lane] = lane; __syncwarp(lane < 16 ? 0xffffu : 0xffff0000u); o[i] = s[lane ^ 8];",
+        LANES ^ 8,
+    ),
     "atomic_max": (
         "__shared__ int m; if (!lane) m = -5; __syncthreads(); atomicMax(&m, lane); __syncthreads(); o[i] = m;",
         31,

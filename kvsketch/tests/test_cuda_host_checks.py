@@ -78,6 +78,11 @@ WRONG: dict[str, tuple[str, str]] = {
         "__shared__ int s[32]; s[i] = i; __shfl_sync(~0u, 1, 0); o[i] = s[i ^ 1];",
         "RACE read-after-write",
     ),
+    "half_that_did_not_meet": (
+        "__shared__ int s[32]; s[i] = 0; __syncwarp();\n"
+        "s[i] = i; __syncwarp(i < 16 ? 0xffffu : 0xffff0000u); o[i] = s[i ^ 16];",
+        "RACE (read-after-write|write-after-read)",
+    ),
     "atomic_then_read": ("__shared__ int s; if (!i) s = 0; __syncthreads(); atomicAdd(&s, 1); o[i] = s;", "RACE"),
     "not_in_mask": ("o[i] = __shfl_sync(0xffu, 1, 0);", "calling lane 8 is not in its own mask 0x000000ff"),
     "wrong_half": ("o[i] = __shfl_xor_sync(i < 16 ? 0xffffu : 0xffff0000u, i, 16);", "does not take part"),

@@ -126,7 +126,7 @@ static bool happened_before(const Stamp& earlier, const Fiber& now, const Window
   if (!earlier.made) return true;
   if (earlier.block != now.block) return window.shared || !options.blocks_race;
   if (earlier.thread == now.thread.linear || earlier.block_epoch < now.block_epoch) return true;
-  return earlier.thread / WARP == now.thread.warp && earlier.warp_epoch < now.warp_epoch;
+  return earlier.thread / WARP == now.thread.warp && earlier.passed < now.passed[earlier.thread % WARP];
 }
 
 static void fail_race(const char* kind, const Window& window, uintptr_t address, const Stamp& earlier,
@@ -184,7 +184,7 @@ void check_access(uintptr_t address, size_t bytes, Access kind, bool aligned, ui
     cuda_host_fail("WRITE to read-only %s at " PLACE " byte %zu", window->name.c_str(), place(return_address), at);
   Shadow& shadow = window->region->shadow;
   Stamp now{me->block,        (uint16_t)me->thread.linear, true, (uint32_t)place(return_address),
-            me->block_epoch, me->warp_epoch};
+            me->block_epoch, me->passed[me->thread.lane]};
   if (shadow)
     shadow.visit(address, bytes, [&](Cell& cell, uintptr_t of) {
       check_order(cell, kind, *window, of, *me, return_address);

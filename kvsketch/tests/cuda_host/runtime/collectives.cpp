@@ -1,4 +1,5 @@
 // Block barriers and warp collectives, and the report when threads wait for one another forever.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -54,6 +55,19 @@ static void release_barrier() {
 }
 
 // ------------------------------------------------------------------ warp collectives
+// The lanes of a warp that meet at a barrier: each has passed one more, and knows what any of them knew.
+static void tell_one_another(int number, unsigned lanes) {
+  uint32_t known[WARP] = {};
+  for (unsigned left = lanes; left; left &= left - 1) {
+    int lane = __builtin_ctz(left);
+    Fiber& fiber = fibers[number * WARP + lane];
+    fiber.passed[lane]++;
+    for (int i = 0; i < WARP; i++) known[i] = std::max(known[i], fiber.passed[i]);
+  }
+  for (unsigned left = lanes; left; left &= left - 1)
+    std::copy(known, known + WARP, fibers[number * WARP + __builtin_ctz(left)].passed);
+}
+
 // Runs meeting k when all of its lanes that are still there have arrived; `arriving` goes on without queueing.
 static bool try_to_run(Warp& warp, int number, size_t k, int arriving) {
   Meeting meeting = warp.meetings[k];
@@ -62,15 +76,10 @@ static bool try_to_run(Warp& warp, int number, size_t k, int arriving) {
   quiet = true;
   meeting.run(meeting.arrived, warp.data);
   quiet = false;
-  uint32_t epoch = 0;
-  for (unsigned left = meeting.arrived; left; left &= left - 1) {
-    uint32_t passed = fibers[number * WARP + __builtin_ctz(left)].warp_epoch;
-    if (passed > epoch) epoch = passed;
-  }
+  if (meeting.orders_memory && options.check) tell_one_another(number, meeting.arrived);
   for (unsigned left = meeting.arrived; left; left &= left - 1) {
     int i = number * WARP + __builtin_ctz(left);
     fibers[i].state = State::READY;
-    if (meeting.orders_memory) fibers[i].warp_epoch = epoch + 1;
     if (i != arriving) make_ready(i);
   }
   return true;

@@ -107,7 +107,8 @@ static void run_block(const cuda_host_launch& launch, uint3 block, uint32_t numb
                     dynamic_shared()};
     fiber.state = State::READY;
     fiber.block = number;
-    fiber.block_epoch = fiber.warp_epoch = 0;
+    fiber.block_epoch = 0;
+    std::fill(fiber.passed, fiber.passed + WARP, 0u);
     if (fiber.copies.size() != 1 || !fiber.copies[0].empty()) fiber.copies.assign(1, {});
     make_context(contexts[i], fiber.stack, STACK - PAGE, run_thread);
     make_ready((int)i);

@@ -14,13 +14,13 @@ struct Stamp {
   uint32_t block;
   uint16_t thread;  // in the block
   bool made;        // whether there was an access
-  uint32_t place, block_epoch, warp_epoch;
+  uint32_t place, block_epoch, passed;  // barriers of the block, and of the thread's own lane
 };
 
 struct Cell {
   Stamp write;
   // The last read, the last one by another thread than that, the last one by another warp: if any read since the last
-  // barrier is not ordered before a write, then one of these three is not either.
+  // barrier is not ordered before a write, then one of these three is not either (where warps meet as a whole).
   Stamp reads[3];
   bool atomic;   // the write was one
   bool copying;  // the write is an asynchronous copy that has not been waited for

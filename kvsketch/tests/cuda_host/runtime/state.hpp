@@ -31,14 +31,15 @@ struct Copy {  // cp.async
 
 enum class State { READY, IN_COLLECTIVE, IN_BARRIER, DONE };
 
-// A CUDA thread, run on a stack of its own. Accesses are ordered by how many barriers of its block and of its warp it
-// has passed.
+// A CUDA thread, run on a stack of its own. Accesses are ordered by how many barriers of its block it has passed, and
+// by which barriers (__syncwarp) of the lanes of its warp it knows of.
 struct Fiber {
   cuda_host_thread thread;  // first: cuda_host_current points to it
   State state;
   char* stack;
   uint32_t block;  // its block's number in the grid
-  uint32_t block_epoch, warp_epoch;
+  uint32_t block_epoch;
+  uint32_t passed[WARP];  // barriers of each lane of the warp, as far as this one knows
   const char *what, *file;  // where it waits
   int line;
   unsigned mask;
