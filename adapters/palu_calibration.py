@@ -33,7 +33,7 @@ from kvsketch.adapters.palu_models import AttentionLayer, Projection, attention_
 from kvsketch.evaluation import text_windows
 
 #: Of the calibration file; part of the fingerprint.
-VERSION = 1
+VERSION = 2
 #: Seconds between two writings of the calibration file.
 SAVE_SECONDS = 30.0
 
@@ -42,7 +42,8 @@ SAVE_SECONDS = 30.0
 class CalibrationSettings:
     """How much text is read: windows of `window` tokens, `tokens` for Grams, of which `gradient_tokens` for gradients.
 
-    Leave `skip` first tokens of each window out of all means: those whose keys and values stay exact.
+    Both kinds of windows come from all over the text, at equal distances. `skip` first tokens of each window, those
+    whose keys and values stay exact, are left out of all means.
     """
 
     tokens: int = 32768
@@ -58,12 +59,16 @@ class CalibrationSettings:
 
     @property
     def windows(self) -> int:
-        """Windows read; the first :attr:`gradient_windows` of them with gradients."""
+        """Windows read; :attr:`gradient_windows` of them with gradients."""
         return self.tokens // self.window
 
     @property
     def gradient_windows(self) -> int:
         return min(self.gradient_tokens, self.tokens) // self.window
+
+    def needs_gradients(self, number: int) -> bool:
+        """Whether a window is one of those with gradients, which lie at equal distances too."""
+        return number * self.gradient_windows % self.windows < self.gradient_windows
 
 
 class LayerCalibration(NamedTuple):
@@ -94,7 +99,7 @@ def calibrate(
     file: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Calibration:
-    """Gather the statistics of `model` over the first ``settings.tokens`` tokens of `text`.
+    """Gather the statistics of `model` over ``settings.tokens`` tokens from all over `text`.
 
     Parameters
     ----------
@@ -117,7 +122,7 @@ def calibrate(
     layers = attention_layers(model)
     try:
         windows = text_windows(
-            tokenizer, text, prompt_tokens=settings.window - 1, score_tokens=0, windows=settings.windows
+            tokenizer, text, prompt_tokens=settings.window - 1, score_tokens=0, windows=settings.windows, spread=True
         )
     except ValueError:
         have = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -217,7 +222,7 @@ def _accumulate(
     with _frozen(model), _watching(layers, sums.tensors, settings.skip) as window_sums:
         for number in range(sums.done, len(windows)):
             ids = windows[number].to(model.device)
-            with_gradients = number < settings.gradient_windows
+            with_gradients = settings.needs_gradients(number)
             progress(f"Calibrating ({'gradients' if with_gradients else 'Grams'})", number, len(windows))
             window_sums.clear()
             _read_window(model, ids, with_gradients)

@@ -16,6 +16,11 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
 BITS = (1, 2, 3, 4, 8)
 
 
+def on_host(x: Any) -> np.ndarray[Any, Any]:
+    """`x` as a NumPy array; what lies on a device is fetched."""
+    return x.get() if type(x).__module__.partition(".")[0] == "cupy" else np.asarray(x)
+
+
 def check_float(name: str, x: Any) -> None:
     """Raise TypeError unless `x` is float32, float16 or bfloat16."""
     dtype = getattr(x, "dtype", None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsketch._checks import FLOAT_DTYPES, check_choice, check_float, check_ndim
+from kvsketch._checks import FLOAT_DTYPES, check_choice, check_float, check_ndim, on_host
 from kvsketch._dispatch import array_library, namespace
 
 
@@ -32,7 +32,7 @@ def check_tokens(k: Any, v: Any, valid: Any) -> Any:
         raise ValueError(f"k must have at least one row and one head, got shape {tuple(k.shape)}")
     if valid is None:
         return None
-    valid = np.asarray(valid)
+    valid = on_host(valid)
     if valid.dtype != np.bool_ or valid.shape != (k.shape[0], k.shape[2]):
         raise ValueError(
             f"valid must be bool of shape {(k.shape[0], k.shape[2])}, got {valid.dtype} of shape {valid.shape}"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvsketch._attend import COEFFICIENTS, attend_checked
-from kvsketch._checks import check_choice, check_integer, check_ndim
+from kvsketch._checks import check_choice, check_integer, check_ndim, on_host
 from kvsketch._contents import CacheSizes, Contents, due_pages, new_contents
 from kvsketch._dispatch import ENGINES, namespace
 from kvsketch._token_checks import cast_tokens, check_finite, check_tokens, float_dtype
@@ -388,7 +388,7 @@ class Cache(CacheSizes):
                 raise TypeError(f"{self.name}: {name} has dtype {x.dtype}, but what is held came in {dtype}; cast it")
 
     def _check_rows(self, idx: Any) -> Any:
-        rows = np.asarray(idx)
+        rows = on_host(idx)
         if rows.ndim != 1 or not len(rows) or not np.issubdtype(rows.dtype, np.integer):
             raise ValueError(f"idx must be a list of row numbers, got {idx!r}")
         if rows.min() < 0 or rows.max() >= self.batch:

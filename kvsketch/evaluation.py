@@ -71,12 +71,13 @@ class Result:
 
 
 def text_windows(
-    tokenizer: Any, text: str, *, prompt_tokens: int, score_tokens: int, windows: int = 1
+    tokenizer: Any, text: str, *, prompt_tokens: int, score_tokens: int, windows: int = 1, spread: bool = False
 ) -> list[torch.Tensor]:
     """The first `windows` windows of `text`, one after the other: int64 tensors (1, prompt_tokens + score_tokens + 1).
 
-    The last token is only predicted. A tokenizer that opens a text with a token of its own (BOS) opens each window with
-    it, as part of the prompt. ValueError when the text is too short.
+    With `spread` they are taken from all over the text, at equal distances. The last token is only predicted. A
+    tokenizer that opens a text with a token of its own (BOS) opens each window with it, as part of the prompt.
+    ValueError when the text is too short.
     """
     body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     opened = tokenizer("a", verbose=False)["input_ids"]
@@ -88,7 +89,8 @@ def text_windows(
             f"the text has {len(body)} tokens, but windows={windows} of prompt_tokens={prompt_tokens} and "
             f"score_tokens={score_tokens} take {windows * taken}; give a longer text or ask for less"
         )
-    return [torch.tensor([[*opening, *body[w * taken : (w + 1) * taken]]]) for w in range(windows)]
+    apart = len(body) // windows if spread else taken
+    return [torch.tensor([[*opening, *body[w * apart : w * apart + taken]]]) for w in range(windows)]
 
 
 def compare_methods(

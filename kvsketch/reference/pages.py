@@ -36,7 +36,7 @@ def _pack_planes(xp: Any, x: Any, bits: int) -> Any:
     planes = 8 // bits
     x = x.reshape(*x.shape[:-4], 4 // planes, planes, *x.shape[-3:])
     shifts = (bits * xp.arange(planes, dtype=xp.uint8)).reshape(planes, 1, 1, 1)
-    packed = xp.bitwise_or.reduce(x << shifts, axis=-4)
+    packed = (x << shifts).sum(axis=-4, dtype=x.dtype)
     return xp.moveaxis(packed, -2, -4)
 
 
@@ -44,7 +44,7 @@ def _pack_signs(xp: Any, x: Any) -> Any:
     """(..., L, 4, 8 i, 2U, 8 r) bits as (..., L, U, 1 vector, 8 i, 8 r) bytes."""
     x = x.reshape(*x.shape[:-2], x.shape[-2] // 2, 2, 8)
     shifts = xp.arange(4, dtype=xp.uint8).reshape(4, 1, 1, 1, 1) + 4 * xp.arange(2, dtype=xp.uint8).reshape(2, 1)
-    packed = xp.bitwise_or.reduce(xp.bitwise_or.reduce(x << shifts, axis=-2), axis=-4)
+    packed = (x << shifts).sum(axis=(-5, -2), dtype=x.dtype)
     return xp.moveaxis(packed, -2, -3)[..., None, :, :]
 
 

@@ -285,14 +285,7 @@ def test_environment_speaks_of_it(two: Any) -> None:
     assert "reference" in found["engines"]["cupy"]
 
 
-PACKED = pytest.mark.xfail(
-    raises=NotImplementedError, strict=True, reason="the reference packs by bitwise_or.reduce, which CuPy does not have"
-)
-
-
-@pytest.mark.parametrize(
-    "pair", [pair if pair == "exact-exact" else pytest.param(pair, marks=PACKED) for pair in PAIRS]
-)
+@pytest.mark.parametrize("pair", PAIRS)
 def test_caches_run_on_it(pair: str, cupy: Any) -> None:
     results = []
     for on_device in (np.asarray, cupy.asarray):
@@ -317,3 +310,35 @@ def test_exact_attention_runs_on_it(cupy: Any) -> None:
     host = kvsketch.Cache(engine="reference", residual_length=64)
     host.append(k, v)
     np.testing.assert_allclose(cache.attend(cupy.asarray(q)).get(), host.attend(q), rtol=1e-5, atol=1e-5)
+
+
+def test_masks_of_valid_tokens_and_rows_may_lie_on_the_device(cupy: Any) -> None:
+    k, v = make_tokens(3, 2, 2, 70)
+    valid = np.arange(70) >= np.array([[0], [30]])
+    cache = kvsketch.Cache(engine="reference", residual_length=32)
+    cache.append(cupy.asarray(k), cupy.asarray(v), valid=cupy.asarray(valid))
+    assert cache.lengths.tolist() == [70, 40]
+    cache.reorder(cupy.asarray(np.array([1, 0])))
+    assert cache.lengths.tolist() == [40, 70]
+
+
+def test_a_cache_moves_to_the_device_and_back_with_the_same_bytes(cupy: Any) -> None:
+    k, v = make_tokens(3, 2, 2, 150)
+    q = np.random.default_rng(4).standard_normal((2, 4, 1, 16)).astype(np.float32)
+    host = make_cache("outliers-ints1", sink_tokens=4, residual_length=32)
+    host.append(k, v)
+    host.flush()
+    device = host.to(0)
+    view = device.view()
+    assert {type(x) for x in (view.pages, view.sink_k, view.window_v)} == {cupy.ndarray}
+    np.testing.assert_array_equal(view.pages.get(), host.view().pages)
+    np.testing.assert_allclose(
+        device.attend(cupy.asarray(q)).get(), host.attend(q, coefficients="int16"), rtol=2e-3, atol=2e-3
+    )
+    back = device.to("cpu")
+    for name, mine, theirs in zip(view._fields[1:], back.view()[1:], host.view()[1:], strict=True):
+        np.testing.assert_array_equal(mine, theirs, err_msg=name)
+    with pytest.raises(ValueError, match="device=7 does not exist; there are"):
+        host.to(7)
+    with pytest.raises(ValueError, match=r'device must be "cpu" or the number of a CUDA device, got .tpu.'):
+        host.to("tpu")
