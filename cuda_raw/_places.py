@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,17 @@ MOST_ITEMS = 2**31 - 1
 def side_numbers(side: SideLayout) -> Any:
     """The numbers of a side, to be passed by value."""
     return np.array(tuple(side.spec), SIDE_SPEC)
+
+
+def on_its_device(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """`operation` run on the device of its first argument, an array or codes of one."""
+
+    @wraps(operation)
+    def run(x: Any, *args: Any, **options: Any) -> Any:
+        with getattr(x, "codes", x).device:
+            return operation(x, *args, **options)
+
+    return run
 
 
 def dtype_code(x: Any) -> int:

@@ -10,12 +10,14 @@ import numpy as np
 from kvsketch._dispatch import namespace
 from kvsketch.cuda_raw import _places
 from kvsketch.cuda_raw._compile import launch
+from kvsketch.cuda_raw._places import on_its_device
 
 FILE = "bitpack.cu"
 #: As in the source: threads of a block, and numbers of a thread.
 THREADS, OCT = 128, 8
 
 
+@on_its_device
 def pack_signs(x: Any) -> Any:
     xp = namespace(x)
     *lead, n = x.shape
@@ -39,10 +41,12 @@ def _bounds(dtype: np.dtype[Any]) -> tuple[int, int]:
     return int(infinity), sign
 
 
+@on_its_device
 def unpack_signs(packed: Any, m: int) -> Any:
     return _unpack(packed, m, 1, np.int8)
 
 
+@on_its_device
 def pack_codes(codes: Any, bits: int) -> Any:
     xp = namespace(codes)
     *lead, n = codes.shape
@@ -52,6 +56,7 @@ def pack_codes(codes: Any, bits: int) -> Any:
     return packed
 
 
+@on_its_device
 def unpack_codes(packed: Any, n: int, bits: int) -> Any:
     return _unpack(packed, n, bits, np.uint8)
 

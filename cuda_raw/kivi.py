@@ -15,6 +15,7 @@ from kvsketch._dispatch import namespace
 from kvsketch.bitpack import packed_bytes
 from kvsketch.cuda_raw import _places
 from kvsketch.cuda_raw._compile import launch
+from kvsketch.cuda_raw._places import on_its_device
 from kvsketch.kivi import GroupedCodes
 from kvsketch.layout import DTYPE_CODES
 
@@ -40,6 +41,7 @@ TOKENS, QUERIES, WEIGHTS, CHANNELS = 32, 8, 4, 128
 SPLIT_TOKENS, ENOUGH_BLOCKS = 256, 512
 
 
+@on_its_device
 def quantize_groups(x: Any, *, bits: int, group: int, axis: str) -> GroupedCodes:
     xp = namespace(x)
     *outer, n, d = x.shape
@@ -69,6 +71,7 @@ def _groups(codes: Any, d: int, bits: int, group: int, parts: int, by_token: boo
     return np.array((n, math.prod(outer), d, bits, group, parts, by_token, size, 0), GROUPS)
 
 
+@on_its_device
 def dequantize_groups(codes: GroupedCodes, *, dtype: str = "float32") -> Any:
     xp = namespace(codes.codes)
     x = xp.empty(codes.shape, FLOAT_DTYPES[dtype])
@@ -88,6 +91,7 @@ def _arrays(codes: GroupedCodes) -> tuple[Any, Any, Any]:
     return xp.ascontiguousarray(codes.codes), *halves
 
 
+@on_its_device
 def key_scores(q: Any, codes: GroupedCodes) -> Any:
     xp = namespace(q)
     b, hq, s, _ = q.shape
@@ -110,6 +114,7 @@ def _product(x: Any, codes: GroupedCodes, queries: int, parts: int, splits: int)
     return np.array((n, b * h, queries, *numbers), PRODUCT)
 
 
+@on_its_device
 def weighted_values(p: Any, codes: GroupedCodes) -> Any:
     xp = namespace(p)
     b, hq, s, n = p.shape

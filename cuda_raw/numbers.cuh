@@ -63,32 +63,66 @@ __device__ __forceinline__ void store_number(void* x, i64 at, int dtype, float n
     static_cast<u16*>(x)[at] = bits_of(number, dtype);
 }
 
-// Numbers at, at + 1, ... of an array; missing ones, from the `count`th on, become the first one. `aligned` says that a
-// whole oct lies on 16 bytes.
-__device__ __forceinline__ void load_oct(const void* x, i64 at, int dtype, int count, bool aligned, float* numbers) {
-  if (aligned && count == OCT) {
-    if (dtype == FLOAT32) {
-      const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(x) + at);
-      const float4 low = source[0], high = source[1];
-      numbers[0] = low.x, numbers[1] = low.y, numbers[2] = low.z, numbers[3] = low.w;
-      numbers[4] = high.x, numbers[5] = high.y, numbers[6] = high.z, numbers[7] = high.w;
-      return;
-    }
-    const uint4 four = *reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + at);
+// What an aligned oct is in memory, before it becomes numbers.
+struct WideOct {
+  float4 low, high;
+
+  __device__ __forceinline__ explicit WideOct(const void* x, i64 at) {
+    const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(x) + at);
+    low = source[0], high = source[1];
+  }
+  __device__ __forceinline__ void get(float* numbers) const {
+    numbers[0] = low.x, numbers[1] = low.y, numbers[2] = low.z, numbers[3] = low.w;
+    numbers[4] = high.x, numbers[5] = high.y, numbers[6] = high.z, numbers[7] = high.w;
+  }
+};
+struct NarrowOct {
+  uint4 four;
+
+  __device__ __forceinline__ explicit NarrowOct(const void* x, i64 at)
+      : four(*reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + at)) {}
+  __device__ __forceinline__ void get(int dtype, float* numbers) const {
     const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int j = 0; j < OCT; ++j) numbers[j] = number_of(words[j / 2] >> (16 * (j % 2)), dtype);
-    return;
   }
+};
+
+// Numbers at, at + 1, ... of an array; missing ones, from the `count`th on, become the first one. `aligned` says that a
+// whole oct lies on 16 bytes.
+__device__ __forceinline__ void load_oct(const void* x, i64 at, int dtype, int count, bool aligned, float* numbers) {
+  const bool whole = aligned && count == OCT;
   if (dtype == FLOAT32) {
     const float* source = static_cast<const float*>(x) + at;
+    if (whole) {
+      WideOct(x, at).get(numbers);
+      return;
+    }
 #pragma unroll
     for (int j = 0; j < OCT; ++j) numbers[j] = source[j < count ? j : 0];
+    return;
+  }
+  if (whole) {
+    NarrowOct(x, at).get(dtype, numbers);
     return;
   }
   const u16* source = static_cast<const u16*>(x) + at;
 #pragma unroll
   for (int j = 0; j < OCT; ++j) numbers[j] = number_of(source[j < count ? j : 0], dtype);
+}
+
+// Four aligned octs, `step` numbers apart, all asked for before the first one is used.
+__device__ __forceinline__ void load_octs(const void* x, i64 at, i64 step, int dtype, float (*numbers)[OCT]) {
+  if (dtype == FLOAT32) {
+    const WideOct octs[4] = {WideOct(x, at), WideOct(x, at + step), WideOct(x, at + 2 * step), WideOct(x, at + 3 * step)};
+#pragma unroll
+    for (int b = 0; b < 4; ++b) octs[b].get(numbers[b]);
+  } else {
+    const NarrowOct octs[4] = {NarrowOct(x, at), NarrowOct(x, at + step), NarrowOct(x, at + 2 * step),
+                               NarrowOct(x, at + 3 * step)};
+#pragma unroll
+    for (int b = 0; b < 4; ++b) octs[b].get(dtype, numbers[b]);
+  }
 }
 
 // The first `count` of eight numbers to an array of float32; `aligned` as above.

@@ -14,6 +14,7 @@ import numpy as np
 from kvsketch._dispatch import namespace
 from kvsketch.cuda_raw import _places, qjl
 from kvsketch.cuda_raw._compile import launch
+from kvsketch.cuda_raw._places import on_its_device
 from kvsketch.layout import KIND_EXACT, KIND_SKETCH, LANES, SideLayout
 from kvsketch.reference import pages as reference
 
@@ -25,14 +26,17 @@ ITEMS = THREADS // 8
 SEGMENT = 256
 
 
+@on_its_device
 def select_channels(k: Any, side: SideLayout) -> Any:
     return reference.select(k, side, qjl.select_outlier_channels)
 
 
+@on_its_device
 def encode_keys(k: Any, side: SideLayout, *, channels: Any, out: Any) -> int:
     return _encode(k, side, channels, out)
 
 
+@on_its_device
 def encode_values(v: Any, side: SideLayout, *, out: Any) -> int:
     return _encode(v, side, None, out)
 
@@ -93,10 +97,12 @@ def _lane_blocks(width: int, group: int) -> int:
     return _places.blocks_of(min(width, channels), LANES)
 
 
+@on_its_device
 def decode_keys(records: Any, side: SideLayout) -> Any:
     return _decode(records, side)
 
 
+@on_its_device
 def decode_values(records: Any, side: SideLayout) -> Any:
     return _decode(records, side)
 

@@ -4,6 +4,8 @@
 
 constexpr int THREADS = 128;
 constexpr int ITEMS = THREADS / 8;
+// Channels of a block of lanes.
+constexpr int LANES = 32;
 // Most (token, group) of a block of encode_by_token.
 constexpr int GROUPS = 512;
 
@@ -27,6 +29,31 @@ __device__ __forceinline__ Range share_channels(Range* channels, int i) {
   return channels[0];
 }
 
+// Up to eight channels of four tokens, eight tokens apart.
+__device__ __forceinline__ void load_channels(const void* x, i64 at, const Places& places, int count,
+                                              float (*numbers)[OCT]) {
+  if (places.aligned && count == OCT) {
+    load_octs(x, at, 8 * places.x_token, places.dtype, numbers);
+    return;
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) load_oct(x, at + 8 * b * places.x_token, places.dtype, count, places.aligned, numbers[b]);
+}
+
+// Up to 32 neighbours of one token; nothing for octs of which none is there.
+__device__ __forceinline__ void load_lanes(const void* x, i64 at, const Places& places, int count,
+                                           float (*numbers)[OCT]) {
+  if (places.aligned && count >= LANES) {
+    load_octs(x, at, OCT, places.dtype, numbers);
+    return;
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    const int here = channels_of(OCT * b, count);
+    if (here) load_oct(x, at + OCT * b, places.dtype, here, places.aligned, numbers[b]);
+  }
+}
+
 // Keys: groups are tokens of one channel. Grid (items of a head / ITEMS, heads): an item is eight channels by the tokens
 // of one group, of which thread i has 8 b + i. Groups of 32 tokens are read once, others once more, from the cache.
 template <int BITS>
@@ -47,14 +74,13 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (Range& range : ranges) range = Range::none();
     if (count)
-      for (int block = 0; block < blocks; ++block)
+      for (int block = 0; block < blocks; ++block) {
+        load_channels(x, start + 32 * block * places.x_token, places, count, numbers);
 #pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const i64 at = start + (32 * block + 8 * b) * places.x_token;
-          load_oct(x, at, places.dtype, count, places.aligned, numbers[b]);
+        for (int b = 0; b < 4; ++b)
 #pragma unroll
           for (int c = 0; c < OCT; ++c) ranges[c].add(numbers[b][c]);
-        }
+      }
     const Range own = share_channels(ranges, i);
     StoredGroup group{0, 0, 0};
     if (i < count) group = store_group(own, levels);
@@ -66,10 +92,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     const u32 both = group.scale | (u32)group.zero << 16;
     for (int block = 0; block < blocks; ++block) {
-      if (blocks > 1 && count)
-#pragma unroll
-        for (int b = 0; b < 4; ++b)
-          load_oct(x, start + (32 * block + 8 * b) * places.x_token, places.dtype, count, places.aligned, numbers[b]);
+      if (blocks > 1 && count) load_channels(x, start + 32 * block * places.x_token, places, count, numbers);
       UnitPart<BITS> unit;
 #pragma unroll
       for (int c = 0; c < OCT; ++c) {
@@ -96,8 +119,8 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ u32 lows[GROUPS], highs[GROUPS];
   const int segment = blockIdx.x % segments;
   const int first_pair = blockIdx.x / segments * pairs, all_pairs = places.pages * (side.tokens / 16);
-  const int first_channel = segment * lane_blocks * 32, first_group = first_channel / side.group;
-  const int stop = min(first_channel + lane_blocks * 32, side.width);
+  const int first_channel = segment * lane_blocks * LANES, first_group = first_channel / side.group;
+  const int stop = min(first_channel + lane_blocks * LANES, side.width);
   const int groups = (stop - first_channel + side.group - 1) / side.group;
   const int entries = pairs * 16 * groups, items = 2 * pairs * lane_blocks;
   const float levels = (1 << BITS) - 1;
@@ -107,17 +130,17 @@ __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     float numbers[4][OCT];
     for (int item = thread_item; item < items; item += ITEMS) {
-      const int pair = item / 2 / lane_blocks, channel = first_channel + item / 2 % lane_blocks * 32;
+      const int pair = item / 2 / lane_blocks, channel = first_channel + item / 2 % lane_blocks * LANES;
       if (first_pair + pair >= all_pairs) break;
       const int token = item % 2 * 8 + i;
       const i64 start = numbers_at(places, head, (first_pair + pair) * 16 + token);
+      load_lanes(x, start + channel, places, stop - channel, numbers);
       int group = channel / side.group;
       Range range = Range::none();
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
-        const int c = channel + OCT * b, count = channels_of(c, stop);
-        if (!count) break;
-        load_oct(x, start + c, places.dtype, count, places.aligned, numbers[b]);
+        const int c = channel + OCT * b;
+        if (c >= stop) break;
         if (c >= (group + 1) * side.group) ++group, range = Range::none();
 #pragma unroll
         for (int j = 0; j < OCT; ++j) range.add(numbers[b][j]);
@@ -146,18 +169,17 @@ __global__ void __launch_bounds__(THREADS)
     // All threads of a warp take the same number of turns, since `store` needs them all.
     for (int turn = 0; turn < (items + ITEMS - 1) / ITEMS; ++turn) {
       const int item = turn * ITEMS + thread_item;
-      const int pair = item / 2 / lane_blocks, channel = first_channel + item / 2 % lane_blocks * 32;
+      const int pair = item / 2 / lane_blocks, channel = first_channel + item / 2 % lane_blocks * LANES;
       const bool active = item < items && first_pair + pair < all_pairs;
       const int token = item % 2 * 8 + i;
       const int at = (first_pair + pair) * 16 + token, page = at / side.tokens;
       UnitPart<BITS> unit;
       if (active) {
-        const i64 start = numbers_at(places, head, at);
+        if (items > ITEMS) load_lanes(x, numbers_at(places, head, at) + channel, places, stop - channel, numbers);
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const int c = channel + OCT * b, count = channels_of(c, stop);
           if (!count) break;
-          if (items > ITEMS) load_oct(x, start + c, places.dtype, count, places.aligned, numbers[b]);
           const int entry = (pair * groups + c / side.group - first_group) * 16 + token;
           const Coder coder(__uint_as_float(lows[entry]), __uint_as_float(highs[entry]), levels);
 #pragma unroll
@@ -167,7 +189,7 @@ __global__ void __launch_bounds__(THREADS)
       }
       unit.transpose();
       constexpr int ROWS = UnitPart<BITS>::ROWS;
-      const int place = channel / 32 * (side.tokens / ROWS) + at % side.tokens / ROWS;
+      const int place = channel / LANES * (side.tokens / ROWS) + at % side.tokens / ROWS;
       u8* codes = records + record_at(places, head, page) + side.codes;
       unit.store(codes + place * UnitPart<BITS>::BYTES, i, item % 2, active);
     }

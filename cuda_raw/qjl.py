@@ -15,6 +15,7 @@ import numpy as np
 from kvsketch._dispatch import namespace
 from kvsketch.cuda_raw import _places
 from kvsketch.cuda_raw._compile import launch
+from kvsketch.cuda_raw._places import on_its_device
 from kvsketch.layout import LANES, SideLayout, unit_rows
 from kvsketch.reference.pages import projections, write_field
 
@@ -41,6 +42,7 @@ ALL_CHANNELS, ALL_BUT_LISTED, LISTED = 0, 1, 2
 THREADS, QUERIES = 128, 8
 
 
+@on_its_device
 def sketch_vectors(x: Any, matrix: Any) -> tuple[Any, Any, int]:
     """Signs (..., ceil(m/8)) and float16 norms (...) of vectors `x` (..., d), and how many norms saturated."""
     xp = namespace(x)
@@ -52,6 +54,7 @@ def sketch_vectors(x: Any, matrix: Any) -> tuple[Any, Any, int]:
     return signs.reshape(*lead, -(-matrix.shape[0] // 8)), norms.reshape(lead), int(found[0])
 
 
+@on_its_device
 def round_norms(squares: Any) -> tuple[Any, int]:
     """Square roots of `squares` as float16, at most 65504, and how many were above that."""
     xp = namespace(squares)
@@ -62,6 +65,7 @@ def round_norms(squares: Any) -> tuple[Any, int]:
     return norms, int(found[0])
 
 
+@on_its_device
 def select_outlier_channels(k: Any, outliers: int, page: int) -> Any:
     return largest_channels(_sum_squares(k, page), outliers)
 
@@ -80,6 +84,7 @@ def _sum_squares(x: Any, page: int) -> Any:
     return squares
 
 
+@on_its_device
 def largest_channels(squares: Any, outliers: int) -> Any:
     """Increasing indices (..., outliers) of the largest `squares` (..., d): NaN first, ties to the lowest index."""
     xp = namespace(squares)
@@ -91,6 +96,7 @@ def largest_channels(squares: Any, outliers: int) -> Any:
     return chosen
 
 
+@on_its_device
 def split_outliers(k: Any, channels: Any, page: int) -> tuple[Any, Any]:
     """k_in and k_out: `k` (b, h, n, d) with zeros at the `channels` (b, h, ceil(n/page), outliers), and the rest."""
     xp = namespace(k)
@@ -106,6 +112,7 @@ def split_outliers(k: Any, channels: Any, page: int) -> tuple[Any, Any]:
     return inner, outer
 
 
+@on_its_device
 def sketch_keys(k: Any, matrix: Any, channels: Any, outlier_matrix: Any, page: int) -> tuple[Any, ...]:
     found = namespace(k).zeros(1, np.uint32)
     if channels is None:
@@ -116,6 +123,7 @@ def sketch_keys(k: Any, matrix: Any, channels: Any, outlier_matrix: Any, page: i
     return *inner, *outer, int(found[0])
 
 
+@on_its_device
 def sketch_scores(q: Any, keys: Any, matrix: Any, constant: float, outlier_matrix: Any, outlier_constant: float) -> Any:
     xp = namespace(q)
     b, hq, s, d = q.shape

@@ -10,6 +10,7 @@ import numpy as np
 from kvsketch._dispatch import namespace
 from kvsketch.cuda_raw import _places
 from kvsketch.cuda_raw._compile import launch
+from kvsketch.cuda_raw._places import on_its_device
 from kvsketch.layout import DTYPE_CODES
 from kvsketch.rotation import hadamard_block
 
@@ -18,6 +19,7 @@ FILE = "rotation.cu"
 FEWEST_THREADS, MOST_THREADS, OCT = 128, 1024, 8
 
 
+@on_its_device
 def hadamard_transform(x: Any) -> Any:
     xp = namespace(x)
     block = hadamard_block(x.shape[-1])
