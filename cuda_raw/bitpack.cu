@@ -48,33 +48,32 @@ __global__ void __launch_bounds__(THREADS)
   packed[place.row * ((n + 7) / 8) + place.first / 8] = byte;
 }
 
-template <int BITS>
 __global__ void __launch_bounds__(THREADS)
-    pack_codes(const u8* codes, u8* packed, const i64 rows, const i64 n, const int aligned) {
+    pack_codes(const u8* codes, u8* packed, const i64 rows, const i64 n, const int bits, const int aligned) {
   const Place place(rows, n);
   if (!place.count) return;
   const Eight<u8> numbers = load_eight(codes + place.row * n + place.first, place.count, aligned);
   u64 stream = 0;
 #pragma unroll
   for (int j = 0; j < OCT; ++j)
-    if (j < place.count) stream |= (u64)(numbers.words[j] & ((1 << BITS) - 1)) << j * BITS;
-  u8* to = packed + place.row * ((n * BITS + 7) / 8) + place.first / 8 * BITS;
-  store_stream<BITS>(to, stream, stream_bytes(place.count, BITS), aligned);
+    if (j < place.count) stream |= (u64)(numbers.words[j] & ((1 << bits) - 1)) << j * bits;
+  u8* to = packed + place.row * ((n * bits + 7) / 8) + place.first / 8 * bits;
+  store_stream(to, stream, bits, stream_bytes(place.count, bits), aligned);
 }
 
 // Codes, or the signs 1 and -1 of codes of one bit.
-template <int BITS, bool SIGNS>
 __global__ void __launch_bounds__(THREADS)
-    unpack_codes(const u8* packed, u8* codes, const i64 rows, const i64 n, const int aligned) {
+    unpack_codes(const u8* packed, u8* codes, const i64 rows, const i64 n, const int bits, const int signs,
+                 const int aligned) {
   const Place place(rows, n);
   if (!place.count) return;
-  const u8* from = packed + place.row * ((n * BITS + 7) / 8) + place.first / 8 * BITS;
-  const u64 stream = load_stream(from, stream_bytes(place.count, BITS));
+  const u8* from = packed + place.row * ((n * bits + 7) / 8) + place.first / 8 * bits;
+  const u64 stream = load_stream(from, stream_bytes(place.count, bits));
   Eight<u8> numbers;
 #pragma unroll
   for (int j = 0; j < OCT; ++j) {
-    const int code = code_of(stream, j, BITS);
-    numbers.words[j] = SIGNS ? 2 * code - 1 : code;
+    const int code = code_of(stream, j, bits);
+    numbers.words[j] = signs ? 2 * code - 1 : code;
   }
   u8* to = codes + place.row * n + place.first;
   if (aligned && place.count == OCT) {

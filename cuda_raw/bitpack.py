@@ -52,7 +52,7 @@ def pack_codes(codes: Any, bits: int) -> Any:
     *lead, n = codes.shape
     packed = xp.empty((*lead, -(-n * bits // 8)), np.uint8)
     if packed.size:
-        _launch(f"pack_codes<{bits}>", xp.ascontiguousarray(codes), packed, bits)
+        _launch("pack_codes", xp.ascontiguousarray(codes), packed, bits, np.int32(bits))
     return packed
 
 
@@ -65,9 +65,8 @@ def _unpack(packed: Any, n: int, bits: int, dtype: Any) -> Any:
     xp = namespace(packed)
     codes = xp.empty((*packed.shape[:-1], n), dtype)
     if codes.size:
-        signs = "true" if dtype is np.int8 else "false"
-        kernel = f"unpack_codes<{bits}, {signs}>"
-        _launch(kernel, xp.ascontiguousarray(packed), codes.view(np.uint8), bits, numbers=codes)
+        settings = np.int32(bits), np.int32(dtype is np.int8)
+        _launch("unpack_codes", xp.ascontiguousarray(packed), codes.view(np.uint8), bits, *settings, numbers=codes)
     return codes
 
 

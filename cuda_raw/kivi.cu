@@ -61,14 +61,13 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // Codes (heads, tokens, bytes): a thread has eight channels of a token. Grid (octs of a head / THREADS, heads).
-template <int BITS>
 __global__ void __launch_bounds__(THREADS)
     quantize(const void* x, const u16* scale, const u16* zero, u8* codes, const Places places, const Groups groups) {
   const int octs = (groups.width + OCT - 1) / OCT;
   const i64 index = (i64)blockIdx.x * THREADS + threadIdx.x, token = index / octs;
   const int first = index % octs * OCT, count = channels_of(first, groups.width);
   if (token >= groups.tokens) return;
-  const float levels = (1 << BITS) - 1;
+  const float levels = (1 << groups.bits) - 1;
   for (int head = blockIdx.y; head < groups.heads; head += gridDim.y) {
     float numbers[OCT];
     load_oct(x, numbers_at(places, head, token) + first, places.dtype, count, places.aligned, numbers);
@@ -78,10 +77,10 @@ __global__ void __launch_bounds__(THREADS)
       if (j >= count) break;
       const i64 at = groups.at(head, token, first + j);
       const Coder coder(half_number(scale[at]), half_number(zero[at]), levels);
-      stream |= (u64)(coder(numbers[j]) - ROUNDER_BITS) << j * BITS;
+      stream |= (u64)(coder(numbers[j]) - ROUNDER_BITS) << j * groups.bits;
     }
-    u8* to = codes + (head * groups.tokens + token) * groups.bytes + first / OCT * BITS;
-    store_stream<BITS>(to, stream, stream_bytes(count, BITS), groups.width % OCT == 0);
+    u8* to = codes + (head * groups.tokens + token) * groups.bytes + first / OCT * groups.bits;
+    store_stream(to, stream, groups.bits, stream_bytes(count, groups.bits), groups.width % OCT == 0);
   }
 }
 

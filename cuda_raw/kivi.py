@@ -60,7 +60,7 @@ def quantize_groups(x: Any, *, bits: int, group: int, axis: str) -> GroupedCodes
             kernel, blocks = "scale_tokens", parts * _places.blocks_of(d, THREADS)
         launch(FILE, kernel, (blocks, heads), (THREADS,), (x, *halves, found, places, groups))
         grid = (_places.blocks_of(n * _places.blocks_of(d, OCT), THREADS), heads)
-        launch(FILE, f"quantize<{bits}>", grid, (THREADS,), (x, *halves, codes, places, groups))
+        launch(FILE, "quantize", grid, (THREADS,), (x, *halves, codes, places, groups))
     return GroupedCodes(codes, scale, zero, bits, group, axis, d, int(found[0]))
 
 

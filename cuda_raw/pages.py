@@ -131,9 +131,9 @@ def _decode_part(records: Any, side: SideLayout, x: Any) -> None:
         file, kernel, grid = EXACT, "decode_exact", _places.blocks_of(pages * _items(side), THREADS)
     elif side.by_token:
         items = pages * spec.tokens // OCT * _places.blocks_of(spec.width, LANES)
-        file, kernel, grid = DECODE, f"decode_by_token<{spec.bits}>", _places.blocks_of(items, ITEMS)
+        file, kernel, grid = DECODE, "decode_by_token", _places.blocks_of(items, ITEMS)
     else:
         items = pages * spec.tokens // LANES * _places.blocks_of(spec.width, OCT)
-        file, kernel, grid = DECODE, f"decode_by_channel<{spec.bits}>", _places.blocks_of(items, ITEMS)
+        file, kernel, grid = DECODE, "decode_by_channel", _places.blocks_of(items, ITEMS)
     args = (records, x, _places.locate(x, records, side), _places.side_numbers(side))
     launch(file, kernel, (grid, heads), (THREADS,), args)

@@ -14,8 +14,7 @@ __device__ __forceinline__ float half_at(const u8* bytes, int at) {
 
 // Keys whose groups are tokens of one channel. Grid (items of a head / ITEMS, heads).
 template <int BITS>
-__global__ void __launch_bounds__(THREADS)
-    decode_by_channel(const u8* records, float* x, const Places places, const SideSpec side) {
+__device__ __forceinline__ void decode_by_channel_of(const u8* records, float* x, const Places& places, const SideSpec& side) {
   constexpr int ROWS = UnitPart<BITS>::ROWS;
   const int i = threadIdx.x % 8, octs = (side.width + OCT - 1) / OCT, blocks = side.tokens / 32;
   const u32 item = blockIdx.x * ITEMS + threadIdx.x / 8;
@@ -42,11 +41,21 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+__global__ void __launch_bounds__(THREADS, 4)
+    decode_by_channel(const u8* records, float* x, const Places places, const SideSpec side) {
+  switch (side.bits) {
+    case 1: return decode_by_channel_of<1>(records, x, places, side);
+    case 2: return decode_by_channel_of<2>(records, x, places, side);
+    case 3: return decode_by_channel_of<3>(records, x, places, side);
+    case 4: return decode_by_channel_of<4>(records, x, places, side);
+    case 8: return decode_by_channel_of<8>(records, x, places, side);
+  }
+}
+
 // Values, and latents, whose groups are channels of one token. Grid (items of a head / ITEMS, heads): an item is eight
 // tokens by 32 channels; all 32 lanes of a warp go through `transpose`.
 template <int BITS>
-__global__ void __launch_bounds__(THREADS)
-    decode_by_token(const u8* records, float* x, const Places places, const SideSpec side) {
+__device__ __forceinline__ void decode_by_token_of(const u8* records, float* x, const Places& places, const SideSpec& side) {
   constexpr int ROWS = UnitPart<BITS>::ROWS;
   const int i = threadIdx.x % 8, octs = side.tokens / OCT, blocks = (side.width + 31) / 32;
   const u32 item = blockIdx.x * ITEMS + threadIdx.x / 8;
@@ -74,5 +83,16 @@ __global__ void __launch_bounds__(THREADS)
       for (int c = 0; c < OCT; ++c) numbers[c] = recovered(unit.code(c, b), scale, zero);
       store_oct(out + first, count, places.aligned, numbers);
     }
+  }
+}
+
+__global__ void __launch_bounds__(THREADS, 4)
+    decode_by_token(const u8* records, float* x, const Places places, const SideSpec side) {
+  switch (side.bits) {
+    case 1: return decode_by_token_of<1>(records, x, places, side);
+    case 2: return decode_by_token_of<2>(records, x, places, side);
+    case 3: return decode_by_token_of<3>(records, x, places, side);
+    case 4: return decode_by_token_of<4>(records, x, places, side);
+    case 8: return decode_by_token_of<8>(records, x, places, side);
   }
 }

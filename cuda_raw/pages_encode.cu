@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_lanes(const void* x, i64 at, const Places& 
 // Keys: groups are tokens of one channel. Grid (items of a head / ITEMS, heads): an item is eight channels by the tokens
 // of one group, of which thread i has 8 b + i. Groups of 32 tokens are read once, others once more, from the cache.
 template <int BITS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 4)
     encode_by_channel(const void* x, u8* records, u32* saturated, const Places places, const SideSpec side) {
   const int i = threadIdx.x % 8, octs = side.rows / OCT, blocks = side.group / 32;
   const u32 item = blockIdx.x * ITEMS + threadIdx.x / 8;
@@ -109,18 +109,19 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // Values, and latents: groups are channels of one token. Grid (pairs of a head / pairs of a block * segments, heads): a
-// pair is 16 tokens, a segment is `lane_blocks` blocks of 32 channels that no group spans. An item is 32 channels of
-// eight tokens, one a thread; items 2 e and 2 e + 1 are the halves of a pair.
+// pair is 16 tokens, a segment is up to `most_blocks` blocks of 32 channels, and no group spans two segments. An item is
+// 32 channels of eight tokens, one a thread; items 2 e and 2 e + 1 are the halves of a pair.
 template <int BITS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 4)
     encode_by_token(const void* x, u8* records, u32* saturated, const Places places, const SideSpec side,
-                    const int segments, const int lane_blocks, const int pairs) {
+                    const int segments, const int most_blocks, const int pairs) {
   // Of each (pair, token, group): least and largest number, in their order; then scale and zero.
   __shared__ u32 lows[GROUPS], highs[GROUPS];
   const int segment = blockIdx.x % segments;
   const int first_pair = blockIdx.x / segments * pairs, all_pairs = places.pages * (side.tokens / 16);
-  const int first_channel = segment * lane_blocks * LANES, first_group = first_channel / side.group;
-  const int stop = min(first_channel + lane_blocks * LANES, side.width);
+  const int first_channel = segment * most_blocks * LANES, first_group = first_channel / side.group;
+  const int stop = min(first_channel + most_blocks * LANES, side.width);
+  const int lane_blocks = (stop - first_channel + LANES - 1) / LANES;
   const int groups = (stop - first_channel + side.group - 1) / side.group;
   const int entries = pairs * 16 * groups, items = 2 * pairs * lane_blocks;
   const float levels = (1 << BITS) - 1;

@@ -17,6 +17,12 @@ __device__ __forceinline__ void copy_oct(Word* to, const Word* from, int count, 
     if (j < count) to[j] = from[j];
 }
 
+// What NumPy makes of a float16 NaN: its sign and payload, which cvt drops.
+__device__ __forceinline__ float widened(u16 bits, float number) {
+  if (number == number) return number;
+  return __uint_as_float((bits & 0x8000u) << 16 | 0x7fc00000u | (bits & 0x1ffu) << 13);
+}
+
 // Grid (octs of a head / THREADS, heads): a record's first bytes are its tokens' numbers, of dtype side.dtype.
 __global__ void __launch_bounds__(THREADS)
     encode_exact(const void* x, u8* records, const Places places, const SideSpec side) {
@@ -37,7 +43,13 @@ __global__ void __launch_bounds__(THREADS)
     }
     float numbers[OCT];
     load_oct(x, at, places.dtype, count, places.aligned, numbers);
-    for (int j = 0; j < count; ++j) store_number(record, to + j, side.dtype, numbers[j]);
+#pragma unroll
+    for (int j = 0; j < OCT; ++j) {
+      if (j >= count) break;
+      const bool half = places.dtype == FLOAT16;
+      const float number = half ? widened(static_cast<const u16*>(x)[at + j], numbers[j]) : numbers[j];
+      store_number(record, to + j, side.dtype, number);
+    }
   }
 }
 

@@ -29,9 +29,9 @@ __device__ __forceinline__ StoredGroup store_group(const Range& range, float lev
   if (range.high != range.high) return {0, HALF_NAN, 0};
   const float low = clamp(range.low, LARGEST_FLOAT);
   const float step = __fdiv_rn(clamp(range.high, LARGEST_FLOAT) - low, levels);
-  const u16 zero = half_bits(clamp(low, LARGEST_HALF));
-  // -0.0 is stored as 0.0, so that equal groups have equal bytes.
-  return {half_bits(fminf(step, LARGEST_HALF)), (u16)(zero == 0x8000 ? 0 : zero),
+  const u16 scale = half_bits(fminf(step, LARGEST_HALF)), zero = half_bits(clamp(low, LARGEST_HALF));
+  // -0.0 is stored as 0.0, so that equal groups have equal bytes; the step is -0.0 where 0.0 and -0.0 make a group.
+  return {(u16)(scale == 0x8000 ? 0 : scale), (u16)(zero == 0x8000 ? 0 : zero),
           (step > LARGEST_HALF) + (fabsf(low) > LARGEST_HALF)};
 }
 
