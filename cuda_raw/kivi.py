@@ -99,8 +99,8 @@ def key_scores(q: Any, codes: GroupedCodes) -> Any:
     scores = xp.empty((b, hq, s, n), q.dtype)
     if scores.size:
         q, queries, parts = xp.ascontiguousarray(q), hq // h * s, codes.scale.shape[-2]
-        tiles = parts * _places.blocks_of(min(codes.group, n), TOKENS)
-        grid = (tiles, min(b * h, _places.MOST_HEADS), _places.blocks_of(queries, QUERIES))
+        tiles = parts * _places.blocks_of(min(codes.group, n), TOKENS) * _places.blocks_of(queries, QUERIES)
+        grid = (tiles, min(b * h, _places.MOST_HEADS))
         args = (q, *_arrays(codes), scores, _product(q, codes, queries, parts, 1))
         launch(PRODUCTS, "key_scores", grid, (THREADS,), args)
     return scores
@@ -126,9 +126,9 @@ def weighted_values(p: Any, codes: GroupedCodes) -> Any:
     heads, blocks, tiles = b * h, _places.blocks_of(d, CHANNELS), _places.blocks_of(queries, WEIGHTS)
     splits = min(_places.blocks_of(n, SPLIT_TOKENS), _places.blocks_of(ENOUGH_BLOCKS, heads * blocks * tiles))
     sums = xp.empty((max(splits, 1), *out.shape), np.float32)
-    grid = (len(sums) * blocks, min(heads, _places.MOST_HEADS), tiles)
+    grid = (len(sums) * blocks * tiles, min(heads, _places.MOST_HEADS))
     args = (p, *_arrays(codes), sums, _product(p, codes, queries, parts, len(sums)))
     launch(PRODUCTS, "weighted_values", grid, (THREADS,), args)
-    args = (sums, out, np.int32(_places.dtype_code(out)), np.int64(out.size), np.int32(len(sums)))
-    launch(PRODUCTS, "join_splits", (_places.blocks_of(out.size, THREADS),), (THREADS,), args)
+    joined = (sums, out, np.int32(_places.dtype_code(out)), np.int64(out.size), np.int32(len(sums)))
+    launch(PRODUCTS, "join_splits", (_places.blocks_of(out.size, THREADS),), (THREADS,), joined)
     return out

@@ -17,14 +17,15 @@ constexpr int QUERIES = 8, QUERIES_PER_WARP = 2;
 constexpr int CHANNELS = 256;
 
 // q (heads, queries, width), scale and zero (heads, parts, width) to scores (heads, queries, tokens). Grid (tiles of a
-// head, heads, ceil(queries / QUERIES)).
+// head * ceil(queries / QUERIES), heads).
 __global__ void __launch_bounds__(THREADS)
     key_scores(const void* q, const u8* codes, const u16* scale, const u16* zero, void* scores, const Product shape) {
   __shared__ float weights[QUERIES][CHANNELS];
-  const int tiles = (shape.group + TOKENS - 1) / TOKENS, part = blockIdx.x / tiles, lane = threadIdx.x % 32;
+  const u32 query_tiles = (shape.queries + QUERIES - 1) / QUERIES, tile = blockIdx.x / query_tiles;
+  const int tiles = (shape.group + TOKENS - 1) / TOKENS, part = tile / tiles, lane = threadIdx.x % 32;
   const i64 first = (i64)part * shape.group, end = min(first + shape.group, shape.tokens);
-  const i64 token = first + blockIdx.x % tiles * TOKENS + lane;
-  const int first_query = blockIdx.z * QUERIES, own = threadIdx.x / 32 * QUERIES_PER_WARP;
+  const i64 token = first + tile % tiles * TOKENS + lane;
+  const int first_query = blockIdx.x % query_tiles * QUERIES, own = threadIdx.x / 32 * QUERIES_PER_WARP;
   for (int head = blockIdx.y; head < shape.heads; head += gridDim.y) {
     const i64 rows = (i64)head * shape.queries + first_query, row = head * shape.tokens + token;
     const i64 numbers = ((i64)head * shape.parts + part) * shape.width;
@@ -72,15 +73,16 @@ __global__ void __launch_bounds__(THREADS)
 constexpr int OCTS = 16, SLOTS = THREADS / OCTS, WEIGHTS = 4;
 
 // p (heads, queries, tokens), scale and zero (heads, tokens, parts) to sums (splits, heads, queries, width). Grid (splits
-// * blocks of channels, heads, ceil(queries / WEIGHTS)).
+// * blocks of channels * ceil(queries / WEIGHTS), heads).
 __global__ void __launch_bounds__(THREADS, 4)
     weighted_values(const void* p, const u8* codes, const u16* scale, const u16* zero, float* sums,
                     const Product shape) {
   __shared__ float slots[SLOTS][OCTS * OCT];
-  const int blocks = (shape.width + OCTS * OCT - 1) / (OCTS * OCT), block = blockIdx.x % blocks;
-  const int split = blockIdx.x / blocks, slot = threadIdx.x / OCTS;
+  const u32 query_tiles = (shape.queries + WEIGHTS - 1) / WEIGHTS, tile = blockIdx.x / query_tiles;
+  const int blocks = (shape.width + OCTS * OCT - 1) / (OCTS * OCT), block = tile % blocks;
+  const int split = tile / blocks, slot = threadIdx.x / OCTS;
   const int first_channel = (block * OCTS + threadIdx.x % OCTS) * OCT;
-  const int count = min(max(shape.width - first_channel, 0), OCT), first_query = blockIdx.z * WEIGHTS;
+  const int count = min(max(shape.width - first_channel, 0), OCT), first_query = blockIdx.x % query_tiles * WEIGHTS;
   const i64 per_split = (shape.tokens + shape.splits - 1) / shape.splits;
   const i64 first = split * per_split, end = min(first + per_split, shape.tokens);
   u32 starts = 1;  // bit j: a group begins at channel j

@@ -134,28 +134,30 @@ def sketch_scores(q: Any, keys: Any, matrix: Any, constant: float, outlier_matri
     queries = hq // h * s
     q = xp.ascontiguousarray(q).reshape(b, h, queries, d)
     base = _project(q, matrix)
-    split = keys.channels is not None
-    page = min(keys.page if split else n, n)
-    pages, tiles = -(-n // page), _places.blocks_of(page, TILE_TOKENS)
-    main = (xp.ascontiguousarray(keys.signs), xp.ascontiguousarray(keys.norms).view(np.uint16), _columns(matrix))
-    if split:
-        outer = (xp.ascontiguousarray(keys.outlier_signs), xp.ascontiguousarray(keys.outlier_norms).view(np.uint16))
-        outer = (*outer, _columns(outlier_matrix))
-        channels, outliers, outlier_m = _as_indices(keys.channels), keys.channels.shape[-1], outlier_matrix.shape[0]
-    else:
-        outer, channels, outliers, outlier_m = main, xp.zeros(1, np.int64), 0, 1
     m = matrix.shape[0]
+    main = _scored(keys.signs, keys.norms, matrix)
+    if keys.channels is None:
+        page, outer, outlier_m, channels = n, main, 1, xp.zeros((1, 0), np.int64)
+    else:
+        page, outlier_m, channels = min(keys.page, n), outlier_matrix.shape[0], _as_indices(keys.channels)
+        outer = _scored(keys.outlier_signs, keys.outlier_norms, outlier_matrix)
+    pages, tiles = -(-n // page), _places.blocks_of(page, TILE_TOKENS)
     shape = np.array(
         (
-            *(n, b * h, queries, page, pages, tiles, outliers, d, m, main[2].shape[1]),
+            *(n, b * h, queries, page, pages, tiles, channels.shape[-1], d, m, main[2].shape[1]),
             *(outlier_m, outer[2].shape[1], _places.dtype_code(q), constant / m, outlier_constant / outlier_m),
         ),
         SCORES,
     )
-    grid = (pages * tiles, min(b * h, _places.MOST_HEADS), _places.blocks_of(queries, QUERIES))
-    args = (q, base, main[2], outer[2], *main[:2], *outer[:2], channels, scores, shape)
-    launch("qjl_scores.cu", "sketch_scores", grid, (THREADS,), args)
+    grid = (pages * tiles * _places.blocks_of(queries, QUERIES), min(b * h, _places.MOST_HEADS))
+    launch("qjl_scores.cu", "sketch_scores", grid, (THREADS,), (q, base, *main, *outer, channels, scores, shape))
     return scores
+
+
+def _scored(signs: Any, norms: Any, matrix: Any) -> tuple[Any, Any, Any]:
+    """One part of sketched keys as scores read it: signs, norms as their bits, and the projection's columns."""
+    xp = namespace(signs)
+    return xp.ascontiguousarray(signs), xp.ascontiguousarray(norms).view(np.uint16), _columns(matrix)
 
 
 def encode_pages(x: Any, side: SideLayout, channels: Any, records: Any) -> Any:

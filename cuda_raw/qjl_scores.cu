@@ -24,18 +24,19 @@ struct Part {
   float factor, sign;  // what the listed channels' products count: they are taken off the whole, or are all there is
 };
 
-// Grid (tiles of a head, heads, ceil(queries / QUERIES)). q (heads, queries, width), base (heads, queries, m): q's
+// Grid (tiles of a head * ceil(queries / QUERIES), heads). q (heads, queries, width), base (heads, queries, m): q's
 // products with the first projection.
 __global__ void __launch_bounds__(THREADS)
-    sketch_scores(const void* q, const float* base, const float* columns, const float* outlier_columns,
-                  const u8* signs, const u16* norms, const u8* outlier_signs, const u16* outlier_norms,
+    sketch_scores(const void* q, const float* base, const u8* signs, const u16* norms, const float* columns,
+                  const u8* outlier_signs, const u16* outlier_norms, const float* outlier_columns,
                   const i64* channels, void* scores, const Scores shape) {
   __shared__ float projected[QUERIES][ROWS];
-  const i64 page = blockIdx.x / shape.tiles;
-  const i64 first = page * shape.page + blockIdx.x % shape.tiles * TOKENS;
+  const u32 query_tiles = (shape.queries + QUERIES - 1) / QUERIES, tile = blockIdx.x / query_tiles;
+  const i64 page = tile / shape.tiles;
+  const i64 first = page * shape.page + tile % shape.tiles * TOKENS;
   const i64 end = min((page + 1) * shape.page, shape.tokens);
   const i64 token = first + threadIdx.x % 32;
-  const int first_query = blockIdx.z * QUERIES, own = threadIdx.x / 32 * QUERIES_PER_WARP;
+  const int first_query = blockIdx.x % query_tiles * QUERIES, own = threadIdx.x / 32 * QUERIES_PER_WARP;
   for (int head = blockIdx.y; head < shape.heads; head += gridDim.y) {
     const i64 all = (i64)head * shape.queries + first_query, key = head * shape.tokens + token;
     const i64* listed = channels + (head * (i64)shape.pages + page) * shape.outliers;

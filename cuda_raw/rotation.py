@@ -43,7 +43,7 @@ def hadamard_transform(x: Any) -> Any:
         last = apart == rounds[-1]
         source, out = out, y if last else xp.empty(x.shape, np.float32)
         code = _places.dtype_code(out) if last else DTYPE_CODES["float32"]
-        args = (source, out, np.int32(code), np.int64(x.size), np.int64(apart), scale if last else np.float32(1))
+        pairs = (source, out, np.int32(code), np.int64(x.size), np.int64(apart), scale if last else np.float32(1))
         grid = (_places.blocks_of(x.size // 2, MOST_THREADS),)
-        launch(FILE, "transform_round", grid, (MOST_THREADS,), args)
+        launch(FILE, "transform_round", grid, (MOST_THREADS,), pairs)
     return y

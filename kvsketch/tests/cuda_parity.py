@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from kvsketch.tests.cuda_host import running
 from kvsketch.tests.cuda_host.nvrtc import compile_for
+from kvsketch.tests.cuda_host.toolchain import include_folders
 from kvsketch.tests.page_cases import DTYPES
 
 #: Checked first: what is out of bounds damages a process where it is not checked.
@@ -48,7 +50,8 @@ def assert_bits(actual: Any, expected: Any) -> None:
     got = actual.get()
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if got.size:
-        np.testing.assert_array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in (got, expected)))
+        bytes_, wanted = (np.ascontiguousarray(x).view(np.uint8) for x in (got, expected))
+        np.testing.assert_array_equal(bytes_, wanted)
 
 
 def assert_no_spills(file: str, kernels: list[str]) -> None:
@@ -57,3 +60,22 @@ def assert_no_spills(file: str, kernels: list[str]) -> None:
 
     compiled = compile_for(_compile.source(file), kernels, ARCHITECTURES, _compile.options)
     assert {(use.spill_bytes, use.stack_bytes) for use in compiled.values()} == {(0, 0)}, compiled
+
+
+def assert_subnormals_kept(file: str) -> None:
+    """Assert that under CuPy's options no product or sum of floats takes subnormal numbers for zero, or is fused."""
+    from cuda.bindings import nvrtc  # type: ignore[import-not-found]
+
+    from kvsketch.cuda_raw import _compile
+
+    code = _compile.source(file).encode()
+    _, program = nvrtc.nvrtcCreateProgram(code, file.encode(), 0, [], [])
+    folders = [f"-I{folder}" for folder in include_folders()]
+    options = [*_compile.options(90), "--gpu-architecture=compute_90", "-ftz=true", *folders]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    assert int(status) == 0
+    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    arithmetic = set(re.findall(rb"\b(?:add|sub|mul|fma)\S*\.f32\b", text))
+    assert arithmetic == {b"add.rn.f32", b"mul.rn.f32"}

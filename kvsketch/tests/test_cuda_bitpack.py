@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ DTYPES = (
     *(np.float16, ml_dtypes.bfloat16, np.float32, np.float64),
     *(np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
 )
-ENGINE = {"engine": "cuda_raw"}
+ENGINE: dict[str, Any] = {"engine": "cuda_raw"}
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -73,4 +75,6 @@ def test_views_that_are_not_contiguous_or_aligned(cupy):  # noqa: F811
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 def test_kernels_do_not_spill():
-    assert_no_spills("bitpack.cu", ["pack_codes", "unpack_codes", *(f"pack_signs<u{8 * size}>" for size in (1, 2, 4, 8))])
+    assert_no_spills(
+        "bitpack.cu", ["pack_codes", "unpack_codes", *(f"pack_signs<u{8 * size}>" for size in (1, 2, 4, 8))]
+    )

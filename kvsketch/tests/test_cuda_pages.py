@@ -11,7 +11,7 @@ from kvsketch import pages
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.layout import SideLayout, side_layout
 from kvsketch.testing import CPU_ENGINES, assert_accurate
-from kvsketch.tests.cuda_host import nvrtc
+from kvsketch.tests.cuda_host import nvrtc, running
 from kvsketch.tests.cuda_host.devices import counts
 from kvsketch.tests.cuda_host.fixtures import cupy  # noqa: F401
 from kvsketch.tests.cuda_host.stand_in import available
@@ -19,7 +19,7 @@ from kvsketch.tests.cuda_parity import assert_bits, assert_no_spills, executions
 from kvsketch.tests.page_cases import DTYPES, make_numbers, stored_numbers
 from kvsketch.tests.pairwise import pairwise
 
-ENGINE = {"engine": "cuda_raw"}
+ENGINE: dict[str, Any] = {"engine": "cuda_raw"}
 BITS = (1, 2, 3, 4, 8)
 LEADS = ((), (1,), (3,), (2, 2), (2, 1, 2))
 
@@ -191,7 +191,11 @@ def test_arrays_that_kernels_cannot_read_in_place(cupy, name):  # noqa: F811
     x = cupy.asarray(make_numbers((2, 3, 4, 2, 2 * side.tokens, 2 * side.width), 1))
     store = cupy.zeros((2, 3, 4, 2, 2, side.nbytes + 1), np.uint8)
     for _ in executions():
-        for part in (np.s_[0, 0, 0, 0, :, ::2], np.s_[0, 0, 0, :, ::-1, 1 : side.width + 1], np.s_[::-1, ::2, ::2, ...]):
+        for part in (
+            np.s_[0, 0, 0, 0, :, ::2],
+            np.s_[0, 0, 0, :, ::-1, 1 : side.width + 1],
+            np.s_[::-1, ::2, ::2, ...],
+        ):
             view = x[part][..., : side.width]
             expected, count = encode(view.get(), side, engine="reference")
             places = part[:-2] if len(part) == 6 else part[:-1]
@@ -221,6 +225,39 @@ def test_no_pages(cupy, name):  # noqa: F811
         assert records.shape == (*shape[:-2], shape[-2] // side.tokens, side.nbytes)
         assert saturated == 0
         assert decode(records, side, **ENGINE).shape == shape
+
+
+#: Beyond 32 bits in bytes and, with a sign, in numbers of two bytes; cut to 32 bits it still lies in the memory.
+FAR = (1 << 32) + 4096
+
+
+def far_apart(cupy: Any, x: Any) -> Any:  # noqa: F811
+    """A copy on a device of `x` (2, ...), its halves :data:`FAR` bytes apart; memory in between is never touched."""
+    strided = (x.shape, (FAR, *x[0].strides))
+    if available():
+        first = cupy.empty(FAR + x.nbytes, np.uint8)[: x[0].nbytes].view(x.dtype).reshape(x.shape[1:])
+        copy = cupy.lib.stride_tricks.as_strided(first, *strided)
+    else:
+        memory = np.empty(FAR + x.nbytes + 256, np.uint8)
+        first = np.ndarray(x.shape[1:], x.dtype, memory.data, offset=-memory.ctypes.data % 256)
+        copy = cupy.ndarray(np.lib.stride_tricks.as_strided(first, *strided))
+    copy[...] = cupy.asarray(x)
+    return copy
+
+
+@per_side
+def test_heads_further_apart_than_32_bits_count(cupy, name):  # noqa: F811
+    side = side_layout(*SIDES[name], "float16")
+    x = make_numbers((2, 2 * side.tokens, side.width), 1, "float16")
+    expected, _ = encode(x, side, engine="reference")
+    with running("check"):
+        assert_bits(encode(far_apart(cupy, x), side, **ENGINE)[0], expected)
+    # Not checked: the harness would keep a history of every byte in between.
+    records = far_apart(cupy, np.zeros_like(expected))
+    with running("fast"):
+        assert_bits(encode(cupy.asarray(x), side, out=records, **ENGINE)[0], expected)
+    with running("check"):
+        assert_bits(decode(records, side, **ENGINE), decode(cupy.asarray(expected), side, **ENGINE).get())
 
 
 def test_prompt_channels(cupy):  # noqa: F811

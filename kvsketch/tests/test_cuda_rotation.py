@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,9 +14,22 @@ from kvsketch.tests.cuda_host.fixtures import cupy  # noqa: F401
 from kvsketch.tests.cuda_parity import assert_bits, assert_no_spills, executions
 from kvsketch.tests.page_cases import DTYPES, make_numbers
 
-ENGINE = {"engine": "cuda_raw"}
+ENGINE: dict[str, Any] = {"engine": "cuda_raw"}
 #: Every way that a block takes: in registers, in a warp, through shared memory, in rounds of its own.
-SHAPES = ((3, 1), (5, 6), (2, 3, 8), (3, 12), (7, 64), (2, 80), (5, 96), (3, 128), (9, 256), (2, 768), (3, 2048), (1, 8192))
+SHAPES = (
+    (3, 1),
+    (5, 6),
+    (2, 3, 8),
+    (3, 12),
+    (7, 64),
+    (2, 80),
+    (5, 96),
+    (3, 128),
+    (9, 256),
+    (2, 768),
+    (3, 2048),
+    (1, 8192),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
