@@ -6,6 +6,8 @@ constexpr int THREADS = 128;
 constexpr int ITEMS = THREADS / 8;
 // Channels of a block of lanes.
 constexpr int LANES = 32;
+// Blocks of encode_by_channel that a multiprocessor holds: what its registers allow without spilling any.
+constexpr int CHANNEL_BLOCKS = KV_SM >= 100 ? 4 : 5;
 // Most (token, group) of a block of encode_by_token.
 constexpr int GROUPS = 512;
 
@@ -57,7 +59,7 @@ __device__ __forceinline__ void load_lanes(const void* x, i64 at, const Places& 
 // Keys: groups are tokens of one channel. Grid (items of a head / ITEMS, heads): an item is eight channels by the tokens
 // of one group, of which thread i has 8 b + i. Groups of 32 tokens are read once, others once more, from the cache.
 template <int BITS>
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, CHANNEL_BLOCKS)
     encode_by_channel(const void* x, u8* records, u32* saturated, const Places places, const SideSpec side) {
   const int i = threadIdx.x % 8, octs = side.rows / OCT, blocks = side.group / 32;
   const u32 item = blockIdx.x * ITEMS + threadIdx.x / 8;
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(THREADS, 4)
 // pair is 16 tokens, a segment is up to `most_blocks` blocks of 32 channels, and no group spans two segments. An item is
 // 32 channels of eight tokens, one a thread; items 2 e and 2 e + 1 are the halves of a pair.
 template <int BITS>
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, 6)
     encode_by_token(const void* x, u8* records, u32* saturated, const Places places, const SideSpec side,
                     const int segments, const int most_blocks, const int pairs) {
   // Of each (pair, token, group): least and largest number, in their order; then scale and zero.

@@ -21,7 +21,7 @@ __device__ __forceinline__ bool is_listed(const u8* channels, int count, int byt
 }
 
 // Grid (blocks of 32 tokens * blocks of channels, heads): a thread has one channel of 32 tokens.
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, 3)
     decode_sketch(const u8* records, const float* matrix, const float* outlier_matrix, float* x, const Places places,
                   const SideSpec side, const float factor, const float outlier_factor) {
   __shared__ u32 signs[ROWS];  // bit t: the sign of token t

@@ -12,7 +12,7 @@ from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.layout import SideLayout, side_layout
 from kvsketch.testing import CPU_ENGINES, assert_accurate
 from kvsketch.tests.cuda_host import nvrtc, running
-from kvsketch.tests.cuda_host.devices import counts
+from kvsketch.tests.cuda_host.devices import counts, pretending
 from kvsketch.tests.cuda_host.fixtures import cupy  # noqa: F401
 from kvsketch.tests.cuda_host.stand_in import available
 from kvsketch.tests.cuda_parity import assert_bits, assert_no_spills, executions, rough_numbers
@@ -280,6 +280,25 @@ def test_the_host_waits_once_a_side_and_sends_nothing(cupy, name):  # noqa: F811
     counts.reset()
     decode(out, side, **ENGINE)
     assert (counts.synchronisations, counts.uploads) == (0, 0)
+
+
+@pytest.mark.skipif(available(), reason="the stand-in for CuPy has a second device")
+@per_side
+def test_arrays_of_a_device_that_is_not_the_current_one(cupy, name):  # noqa: F811
+    from kvsketch.cuda_raw import pages as engine
+
+    side = side_layout(*SIDES[name])
+    x = make_numbers((2, 64, side.width), 1)
+    expected, _ = encode(x, side, engine="reference")
+    with pretending(count=2):
+        with cupy.cuda.Device(1):
+            on_device, out = cupy.asarray(x), cupy.zeros(expected.shape, np.uint8)
+        if side.side == "keys":
+            engine.encode_keys(on_device, side, channels=None, out=out)
+        else:
+            engine.encode_values(on_device, side, out=out)
+        assert_bits(out, expected)
+        assert (engine.decode_keys if side.side == "keys" else engine.decode_values)(out, side).device.id == 1
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
