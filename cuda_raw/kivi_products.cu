@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(THREADS)
 // Values: a block has 16 octs of channels, four queries and one split of the tokens, of which each eighth is a slot's.
 constexpr int OCTS = 16, SLOTS = THREADS / OCTS, WEIGHTS = 4;
 
-// p (heads, queries, tokens), scale and zero (heads, tokens, parts) to sums (splits, heads, queries, width). Grid (splits
-// * blocks of channels * ceil(queries / WEIGHTS), heads).
+// p (heads, queries, tokens), scale and zero (heads, tokens, parts) to sums (splits, heads, queries, width). Grid
+// (splits * blocks of channels * ceil(queries / WEIGHTS), heads).
 __global__ void __launch_bounds__(THREADS, 4)
     weighted_values(const void* p, const u8* codes, const u16* scale, const u16* zero, float* sums,
                     const Product shape) {

@@ -114,7 +114,8 @@ __device__ __forceinline__ void load_oct(const void* x, i64 at, int dtype, int c
 // Four aligned octs, `step` numbers apart, all asked for before the first one is used.
 __device__ __forceinline__ void load_octs(const void* x, i64 at, i64 step, int dtype, float (*numbers)[OCT]) {
   if (dtype == FLOAT32) {
-    const WideOct octs[4] = {WideOct(x, at), WideOct(x, at + step), WideOct(x, at + 2 * step), WideOct(x, at + 3 * step)};
+    const WideOct octs[4] = {WideOct(x, at), WideOct(x, at + step), WideOct(x, at + 2 * step),
+                             WideOct(x, at + 3 * step)};
 #pragma unroll
     for (int b = 0; b < 4; ++b) octs[b].get(numbers[b]);
   } else {

@@ -14,7 +14,8 @@ __device__ __forceinline__ float half_at(const u8* bytes, int at) {
 
 // Keys whose groups are tokens of one channel. Grid (items of a head / ITEMS, heads).
 template <int BITS>
-__device__ __forceinline__ void decode_by_channel_of(const u8* records, float* x, const Places& places, const SideSpec& side) {
+__device__ __forceinline__ void decode_by_channel_of(const u8* records, float* x, const Places& places,
+                                                     const SideSpec& side) {
   constexpr int ROWS = UnitPart<BITS>::ROWS;
   const int i = threadIdx.x % 8, octs = (side.width + OCT - 1) / OCT, blocks = side.tokens / 32;
   const u32 item = blockIdx.x * ITEMS + threadIdx.x / 8;
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(THREADS, 4)
 // Values, and latents, whose groups are channels of one token. Grid (items of a head / ITEMS, heads): an item is eight
 // tokens by 32 channels; all 32 lanes of a warp go through `transpose`.
 template <int BITS>
-__device__ __forceinline__ void decode_by_token_of(const u8* records, float* x, const Places& places, const SideSpec& side) {
+__device__ __forceinline__ void decode_by_token_of(const u8* records, float* x, const Places& places,
+                                                   const SideSpec& side) {
   constexpr int ROWS = UnitPart<BITS>::ROWS;
   const int i = threadIdx.x % 8, octs = side.tokens / OCT, blocks = (side.width + 31) / 32;
   const u32 item = blockIdx.x * ITEMS + threadIdx.x / 8;

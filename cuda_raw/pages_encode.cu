@@ -15,7 +15,7 @@ __device__ __forceinline__ void count_saturated(u32* saturated, int found) {
   if (found) atomicAdd(saturated, (u32)found);
 }
 
-// What the eight threads of an item know of eight channels becomes, of each thread, one channel: thread i has channel i.
+// What the eight threads of an item know of eight channels is brought together: thread i gets channel i.
 __device__ __forceinline__ Range share_channels(Range* channels, int i) {
 #pragma unroll
   for (int apart = 4; apart; apart /= 2) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ void load_lanes(const void* x, i64 at, const Places& 
   }
 }
 
-// Keys: groups are tokens of one channel. Grid (items of a head / ITEMS, heads): an item is eight channels by the tokens
-// of one group, of which thread i has 8 b + i. Groups of 32 tokens are read once, others once more, from the cache.
+// Keys: groups are tokens of one channel. Grid (items of a head / ITEMS, heads): an item is eight channels by the
+// tokens of one group, of which thread i has 8 b + i. Groups of 32 tokens are read once, others again, from the cache.
 template <int BITS>
 __global__ void __launch_bounds__(THREADS, CHANNEL_BLOCKS)
     encode_by_channel(const void* x, u8* records, u32* saturated, const Places places, const SideSpec side) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(THREADS, CHANNEL_BLOCKS)
   for (int head = blockIdx.y; head < places.rows * places.heads; head += gridDim.y) {
     const i64 start = numbers_at(places, head, (i64)page * side.tokens + part * side.group + i) + first;
     u8* record = records + record_at(places, head, page);
-    float numbers[4][OCT];
+    float numbers[4][OCT] = {};
     Range ranges[OCT];
 #pragma unroll
     for (Range& range : ranges) range = Range::none();
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, CHANNEL_BLOCKS)
         const u32 halves = __shfl_sync(ALL_LANES, both, c, 8);
         const Coder coder(half_number(halves), half_number(halves >> 16), levels);
 #pragma unroll
-        for (int b = 0; b < 4; ++b) unit.put(c, b, coder(count ? numbers[b][c] : 0.f));
+        for (int b = 0; b < 4; ++b) unit.put(c, b, coder(numbers[b][c]));
       }
       constexpr int ROWS = UnitPart<BITS>::ROWS;
       const int at = (part * blocks + block) * (side.rows / ROWS) + first / ROWS;
@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(THREADS, CHANNEL_BLOCKS)
   }
 }
 
-// Values, and latents: groups are channels of one token. Grid (pairs of a head / pairs of a block * segments, heads): a
-// pair is 16 tokens, a segment is up to `most_blocks` blocks of 32 channels, and no group spans two segments. An item is
-// 32 channels of eight tokens, one a thread; items 2 e and 2 e + 1 are the halves of a pair.
+// Values, and latents: groups are channels of one token. Grid (pairs of a head / pairs of a block * segments, heads):
+// a pair is 16 tokens, a segment is up to `most_blocks` blocks of 32 channels, and no group spans two segments. An item
+// is 32 channels of eight tokens, one a thread; items 2 e and 2 e + 1 are the halves of a pair.
 template <int BITS>
 __global__ void __launch_bounds__(THREADS, 6)
     encode_by_token(const void* x, u8* records, u32* saturated, const Places places, const SideSpec side,

@@ -1,5 +1,5 @@
-// Signs of projected vectors and their norms. Blocks have a thread for each row of a tile (sketch.cuh); the grid is (row
-// tiles * tiles of a head, heads).
+// Signs of projected vectors and their norms. Blocks have a thread for each row of a tile (sketch.cuh); the grid is
+// (row tiles * tiles of a head, heads).
 #include "sketch.cuh"
 
 // float16 bits of the norm of a vector, at most 65504; counts those that were above.

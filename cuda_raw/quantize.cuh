@@ -37,12 +37,12 @@ __device__ __forceinline__ StoredGroup store_group(const Range& range, float lev
 
 // Codes of a group's numbers. A group whose scale is 0 has codes 0.
 //
-// The rule is clip(rint(RN(RN(clip(x, +-65504) - zero) / scale)), 0, levels). All of it is monotone, so the numbers may
-// be clipped once, between 0 and what gives the highest code, after the zero is taken off. The quotient is the correctly
+// The rule is clip(rint(RN(RN(clip(x, +-65504) - zero) / scale)), 0, levels). All of it is monotone, so numbers may be
+// clipped once, between 0 and what gives the highest code, after the zero is taken off. The quotient is the correctly
 // rounded one without a division: scale has 11 significant bits, so the remainder of a first quotient, a few units off,
 // is exact; and no quotient of a float by such a scale is nearer than 2^-12 units to the middle of two floats, which is
 // more than what an approximate 1/scale spoils in the correction. (Subnormal quotients, which are not rounded so, have
-// code 0 all the same.) -infinity gives 0, since fmaxf drops the NaN that nothing here can make of it.
+// code 0 all the same.)
 struct Coder {
   float zero, scale, inverse, top;
 

@@ -1,4 +1,4 @@
-// Products of a tile of vectors with the rows of a projection, summed in the order of the channels: what all engines find.
+// Products of a tile of vectors with the rows of a projection, summed in the order of the channels as on all engines.
 //
 // A tile is 32 tokens of one page by 8 rows for each eight threads of a block. Thread (i, oct) has the tokens i, 8 + i,
 // 16 + i and 24 + i and the rows 8 oct .. 8 oct + 7: its share of a unit of signs (units.cuh).
@@ -39,7 +39,7 @@ struct Tile {
   }
 };
 
-// `columns` is the transposed projection (width, pitch), zero from row m on; `channels` (heads, pages, outliers) ascend.
+// `columns` is the transposed projection (width, pitch), 0 from row m on; `channels` (heads, pages, outliers) ascend.
 __device__ __forceinline__ Tile multiply_tile(const void* x, const float* columns, const i64* channels,
                                               const Places& places, const Sketch& sketch, int head) {
   __shared__ __align__(16) float numbers[DEPTH][TOKEN_PITCH];
@@ -67,7 +67,8 @@ __device__ __forceinline__ Tile multiply_tile(const void* x, const float* column
   for (int first = 0; first < depth; first += DEPTH) {
     u32 left_out = 0;
     if (sketch.part == ALL_BUT_LISTED)
-      for (; next < sketch.outliers && listed[next] < first + DEPTH; ++next) left_out |= 1u << (int)(listed[next] - first);
+      for (; next < sketch.outliers && listed[next] < first + DEPTH; ++next)
+        left_out |= 1u << (int)(listed[next] - first);
     __syncthreads();
     for (int e = threadIdx.x; e < TILE_TOKENS * DEPTH / OCT; e += blockDim.x) {
       const int token = e / (DEPTH / OCT), place = e % (DEPTH / OCT) * OCT;

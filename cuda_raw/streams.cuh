@@ -27,4 +27,6 @@ __device__ __forceinline__ u64 load_stream(const u8* from, int bytes) {
   return stream;
 }
 
-__device__ __forceinline__ int code_of(u64 stream, int j, int bits) { return (int)(stream >> j * bits) & ((1 << bits) - 1); }
+__device__ __forceinline__ int code_of(u64 stream, int j, int bits) {
+  return (int)(stream >> j * bits) & ((1 << bits) - 1);
+}

@@ -1,6 +1,6 @@
 // A thread's share of a unit of codes (docs/layout.md): bytes 8 i .. 8 i + 7 of each of its vectors, which are eight
-// contraction rows of the lanes i, 8 + i, 16 + i and 24 + i ("blocks" 0..3). Eight threads, i = 0..7, hold eight rows of
-// all 32 lanes; where a unit has 16 rows (1 and 3 bits), threads 8 lanes apart hold its two halves.
+// contraction rows of the lanes i, 8 + i, 16 + i and 24 + i ("blocks" 0..3). Eight threads, i = 0..7, hold eight rows
+// of all 32 lanes; where a unit has 16 rows (1 and 3 bits), threads 8 lanes apart hold its two halves.
 #include "quantize.cuh"
 
 constexpr int VECTOR_BYTES = 64;
@@ -54,7 +54,7 @@ struct UnitPart {
     return words[vector_of(block)][j / 4] >> (byte + shift_of(block)) & ((1 << BITS) - 1);
   }
 
-  // Eight places by eight threads of the same eight lanes change sides: place j of thread i becomes place i of thread j.
+  // Places and threads of eight lanes change sides: place j of thread i becomes place i of thread j.
   __device__ __forceinline__ void transpose() {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -75,7 +75,7 @@ struct UnitPart {
   // Write thread i's bytes of a unit, of the half `half` where units have 16 rows; all 32 lanes call it.
   __device__ __forceinline__ void store(u8* unit, int i, int half, bool active) const {
     if (BITS == 1 || BITS == 3) {
-      // Each half of the rows is a nibble of every byte: the first thread writes four of the bytes, the second the rest.
+      // Each half of the rows is a nibble of every byte: the first thread writes four bytes, the second the other four.
       const u32* signs = words[VECTORS - 1];
       const u32 far = __shfl_xor_sync(ALL_LANES, half ? signs[0] : signs[1], 8);
       const u32 both = half ? far | signs[1] << 4 : signs[0] | far << 4;

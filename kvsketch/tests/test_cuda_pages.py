@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvsketch import pages
+from kvsketch.cache import Cache
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.layout import SideLayout, side_layout
 from kvsketch.testing import CPU_ENGINES, assert_accurate
@@ -266,6 +267,33 @@ def test_prompt_channels(cupy):  # noqa: F811
     for _ in executions():
         chosen = pages.select_channels(cupy.asarray(k)[:, 1:, 7:], side, **ENGINE)
         assert_bits(chosen, pages.select_channels(k[:, 1:, 7:], side, engine="reference"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        (GroupedInts(2, 64), GroupedInts(4, 32)),
+        (SignSketch(48, outliers=4, outlier_m=32, outlier_channels="prompt"), Exact()),
+        (TokenInts(3), TokenInts(4)),
+    ],
+)
+def test_the_pages_of_a_cache(cupy, keys, values):  # noqa: F811
+    """Of ragged rows, appended in parts, written beside one another into one buffer."""
+    caches = [Cache(keys, values, residual_length=40) for _ in range(2)]
+    valid = np.ones((2, 230), bool)
+    valid[1, :37] = False
+    with running("check"):
+        for first, end in ((0, 150), (150, 151), (151, 230)):
+            k, v = (make_numbers((2, 3, end - first, 24), first + part, "float16") for part in (0, 1))
+            caches[0].append(k, v, valid=valid[:, first:end])
+            caches[1].append(cupy.asarray(k), cupy.asarray(v), valid=valid[:, first:end])
+        for cache in caches:
+            cache.flush()
+    ours, theirs = (cache._contents.pages for cache in caches)  # type: ignore[union-attr]
+    assert ours.saturated == theirs.saturated
+    assert (ours.counts == theirs.counts).all()
+    assert ours.counts.min() >= 2
+    assert_bits(theirs.pages, ours.pages)
 
 
 @pytest.mark.skipif(available(), reason="only the stand-in for CuPy counts what makes the host wait")
