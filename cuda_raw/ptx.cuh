@@ -13,6 +13,9 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 __device__ __forceinline__ void copy_commit() { cuda_host::cp_async_commit(); }
 template <int KEEP>
 __device__ __forceinline__ void copy_wait() { cuda_host::cp_async_wait(KEEP); }
+__device__ __forceinline__ float mul_exact(float a, float b) { return a * b; }
+__device__ __forceinline__ float add_exact(float a, float b) { return a + b; }
+__device__ __forceinline__ float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 
 #else
 
@@ -59,6 +62,30 @@ __device__ __forceinline__ void load_matrices(u32* r, const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"((u32)__cvta_generic_to_shared(row))
                : "memory");
+}
+
+// Rounded products and sums, not fused and with subnormal numbers: CuPy compiles with -ftz=true, under which CUDA's own
+// operators, __fmul_rn and __fadd_rn too, take subnormal numbers for zero.
+__device__ __forceinline__ float mul_exact(float a, float b) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+__device__ __forceinline__ float add_exact(float a, float b) {
+  float sum;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+
+// The larger number, or NaN when either is NaN; fmaxf drops NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if KV_SM >= 80
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#else
+  return a != a || a > b ? a : b;
+#endif
 }
 
 #endif  // CUDA_HOST
