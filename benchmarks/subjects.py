@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from kvsketch._dispatch import namespace
 from kvsketch.attention import CacheView, attend
 from kvsketch.cache import Cache
 from kvsketch.methods import get_method
@@ -147,16 +148,30 @@ def store(method: str, shape: Shape, tokens: tuple[Any, Any] | None = None) -> S
     k, v = make_tokens(shape._replace(n=drawn)) if tokens is None else (x[:, :, :drawn] for x in tokens)
     cache = fill_cache(method, k, v)
     view = cache.view()
-    held = int(view.page_counts[0])
-    count = held + (shape.n - drawn) // view.layout.page_tokens
-    pages = np.empty((*view.pages.shape[:2], count, view.pages.shape[3]), np.uint8)
-    for start in range(0, count, held or 1):
-        pages[:, :, start : start + held] = view.pages[:, :, : min(held, count - start)]
-    view = view._replace(pages=pages, page_counts=np.full(shape.b, count, np.int64))
-    added = shape.b * shape.h * (count - held)
+    longer = lengthen(view, shape.n)
+    added = int((longer.page_counts - view.page_counts).sum()) * shape.h
     return Stored(
-        view, cache.key_nbytes + added * view.layout.keys.nbytes, cache.value_nbytes + added * view.layout.values.nbytes
+        longer,
+        cache.key_nbytes + added * view.layout.keys.nbytes,
+        cache.value_nbytes + added * view.layout.values.nbytes,
     )
+
+
+def lengthen(view: CacheView, n: int, rows: int = 1) -> CacheView:
+    """A view of equally long rows made n tokens long, by its pages repeated, with `rows` times as many rows."""
+    xp = namespace(view.pages)
+    b, h, _, size = view.pages.shape
+    held = int(view.page_counts[0])
+    count = held + (n - int(view.lengths[0])) // view.layout.page_tokens
+    pages = xp.empty((rows, b, h, count, size), xp.uint8)
+    for start in range(0, count, held or 1):
+        pages[:, :, :, start : start + held] = view.pages[None, :, :, : min(held, count - start)]
+    repeated: dict[str, Any] = {
+        name: xp.concatenate([getattr(view, name)] * rows) for name in ("sink_k", "sink_v", "window_k", "window_v")
+    }
+    repeated |= {name: np.tile(getattr(view, name), rows) for name in ("sink_counts", "window_starts", "window_counts")}
+    counts = np.full(rows * b, count, np.int64)
+    return view._replace(pages=pages.reshape(rows * b, h, count, size), page_counts=counts, **repeated)
 
 
 def attend_stored(q: Any, stored: Stored, subject: Subject) -> Any:

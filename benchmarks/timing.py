@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,32 +115,42 @@ def run_race(
     if len(seconds) != len(entrants):
         raise ValueError(f"entrants share a name: {[e.name for e in entrants]}")
     reads: list[float] = []
+    others: tuple[Neighbours, _Steal] | None = None
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        for turn in range(-warm_up, rounds):
-            if turn == 0:
-                neighbours, steal = Neighbours(), _Steal()
+        for turn, entrant in turns(entrants, rounds, warm_up):
+            if turn == 0 and others is None:
+                others = Neighbours(), _Steal()
             progress(title, turn + warm_up, rounds + warm_up)
-            first = turn % len(entrants)
-            for entrant in (*entrants[first:], *entrants[:first]):
-                if entrant.rounds is not None and not (-1 <= turn < entrant.rounds):
-                    continue
-                entrant.prepare()
-                start = time.perf_counter()
-                read_all(large)
-                flushed = time.perf_counter()
-                entrant.run()
-                end = time.perf_counter()
-                if turn >= 0:
-                    reads.append(flushed - start)
-                    seconds[entrant.name].append(end - flushed)
+            entrant.prepare()
+            start = time.perf_counter()
+            read_all(large)
+            flushed = time.perf_counter()
+            entrant.run()
+            end = time.perf_counter()
+            if turn >= 0:
+                reads.append(flushed - start)
+                seconds[entrant.name].append(end - flushed)
     finally:
         if collecting:
             gc.enable()
     unsteady = seconds[steady] if steady is not None else reads if flush else []
-    return Race(seconds, _contention(neighbours.busiest_share(), steal.share(), unsteady))
+    shares = (0.0, 0.0) if others is None else (others[0].busiest_share(), others[1].share())
+    return Race(seconds, _contention(*shares, unsteady))
+
+
+def turns(entrants: Sequence[Entrant], rounds: int, warm_up: int) -> Iterator[tuple[int, Entrant]]:
+    """Who runs in which round, as (round, entrant); rounds below 0 do not count. A round starts one further each time.
+
+    An entrant of few rounds takes part in one that does not count and in the first that do.
+    """
+    for turn in range(-warm_up, rounds):
+        first = turn % len(entrants)
+        for entrant in (*entrants[first:], *entrants[:first]):
+            if entrant.rounds is None or -1 <= turn < entrant.rounds:
+                yield turn, entrant
 
 
 def _contention(neighbour: float, stolen: float, reads: Sequence[float]) -> str:
