@@ -7,6 +7,9 @@ VALIDATE_ARGS ?=
 # How long one rival may take to install and build.
 BUILD_SECONDS ?= 1800
 
+# Where torch for CUDA 12 is.
+CUDA12_TORCH_INDEX := https://download.pytorch.org/whl/cu126
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready.stamp
@@ -24,7 +27,7 @@ export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/numba-cache
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo validate test test-full test-tiers check format bench bench-rivals clean
+.PHONY: help setup demo validate test test-full test-tiers check format bench bench-rivals gpu gpu-run clean
 
 help:
 	@echo 'make setup      create .venv with everything that kvsketch, its demo and its tests need'
@@ -37,6 +40,7 @@ help:
 	@echo 'make format     format the code and apply the safe lint fixes'
 	@echo 'make bench      a short set of benchmarks (4 minutes on 2 cores); writes reports/bench/*.json'
 	@echo 'make bench-rivals  generation against quantized caches and llama.cpp, in .venv-bench (30 minutes)'
+	@echo 'make gpu        on a machine with a CUDA GPU: parity, bandwidth, generation (8 minutes); writes reports/gpu.*'
 	@echo 'make clean      remove .venv, .venv-*, caches, build outputs and reports'
 
 setup: $(READY)
@@ -130,6 +134,24 @@ $(RIVALS)/ready.stamp: pyproject.toml constraints.txt
 	  timeout $(BUILD_SECONDS) $(RIVALS)/bin/python -m pip --disable-pip-version-check install -qq \
 	    --constraint constraints.txt $$rival || echo "== $$rival: not installed, it will not be measured"; done
 	@mv $(RIVALS)/started.stamp $@
+
+# The driver says which CUDA to install for, and nothing is installed where there is none. torch's usual build is for
+# CUDA 13; for an older driver it comes from PyTorch's own index. Where everything is installed already:
+# python -m benchmarks gpu --json reports/gpu.json
+gpu:
+	@extra=$$($(PYTHON) -m benchmarks.gpu.card) || exit 1; index='$(TORCH_INDEX)'; \
+	  if test "$$extra" = cuda12 && test -z "$$index"; then index='$(CUDA12_TORCH_INDEX)'; fi; \
+	  $(MAKE) --no-print-directory gpu-run GPU_EXTRA="$$extra" TORCH_INDEX="$$index"
+
+gpu-run: $(VENV)/$(GPU_EXTRA).stamp
+	@mkdir -p reports
+	@$(BIN)/python -m benchmarks gpu --json reports/gpu.json --markdown reports/gpu.md
+
+# ctk: the libraries of CUDA that CuPy calls, cuBLAS among them.
+$(VENV)/cuda%.stamp: $(READY)
+	@echo '== Installing CuPy and the compiler and headers of CUDA: kvsketch[cuda$*]'
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[cuda$*]' 'cupy-cuda$*x[ctk]'
+	@touch $@
 
 clean:
 	@echo '== Removing .venv, .venv-*, caches, build outputs and reports'
