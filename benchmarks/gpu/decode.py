@@ -30,8 +30,8 @@ SHAPES = tuple(Shape(n, b=b) for n in (32768, 131072, 4096) for b in (16, 1, 64)
 DRY_SHAPES = (Shape(200, 64, 8, 4, 1), Shape(300, 64, 8, 4, 2))
 DRY_SUBJECTS = ("kivi-2", "qjl-256 int8")
 ROUNDS, DRY_ROUNDS = 15, 3
-#: A call that takes longer takes part in few rounds.
-SLOW_SECONDS = 0.05
+#: A call that takes longer takes part in few rounds, or in none.
+SLOW_SECONDS, MOST_SECONDS = 0.05, 1.0
 #: What is copied to know the bandwidth of the device's memory.
 COPY = "copy"
 COPY_BYTES, DRY_COPY_BYTES = 1 << 30, 1 << 16
@@ -103,15 +103,18 @@ def measure_shape(findings: Findings, device: Device, shape: Shape, names: Seque
         compiled[name] = launches.preparing_seconds
         if launches.counts:
             findings.details.setdefault("kernels", {})[f"{name} at {shape}"] = launches.names()
+        seconds = 0.0 if device.dry_run else device.first_call(run)
+        if seconds > MOST_SECONDS:
+            findings.absent[f"{name} at {shape}"] = f"takes {seconds:.1f} s a call"
+            continue
         host[name] = _host_seconds(device, run)
-        slow = not device.dry_run and device.first_call(run) > SLOW_SECONDS
-        entrants.append(Entrant(name, run, rounds=FEW_ROUNDS if slow else None))
-    subjects = [subject for subject in subjects if subject.name in first]
+        entrants.append(Entrant(name, run, rounds=FEW_ROUNDS if seconds > SLOW_SECONDS else None))
+    subjects = [subject for subject in subjects if subject.name in host]
     race = run_gpu_race(
         device.clock, entrants, rounds=DRY_ROUNDS if device.dry_run else ROUNDS, steady=COPY, title=f"Decode at {shape}"
     )
-    seconds = {"first_s": first, "compile_s": compiled, "host_s": host, "error": _errors(findings, shape, subjects)}
-    return _rows(race, shape, subjects, [name for name in rivals if name in first], 2 * size, seconds)
+    extra = {"first_s": first, "compile_s": compiled, "host_s": host, "error": _errors(findings, shape, subjects)}
+    return _rows(race, shape, subjects, [name for name in rivals if name in host], 2 * size, extra)
 
 
 def _subjects(findings: Findings, device: Device, shape: Shape, names: Sequence[str]) -> Iterator[Subject]:
@@ -175,12 +178,12 @@ def _host_seconds(device: Device, run: Callable[[], object]) -> float:
 
 
 def _rows(
-    race: Race, shape: Shape, subjects: Sequence[Subject], rivals: Sequence[str], moved: int, seconds: Any
+    race: Race, shape: Shape, subjects: Sequence[Subject], rivals: Sequence[str], moved: int, extra: Any
 ) -> list[Row]:
     def row(kind: str, name: str, nbytes: int, bits: float | None, ratios: dict[str, Ratio], best: str = "") -> Row:
-        extra = {what: numbers.get(name) for what, numbers in seconds.items()}
         return row_of(
-            race, kind, name, shape, 0, nbytes=nbytes, bits=bits, ratios=ratios, extra=extra,
+            race, kind, name, shape, 0, nbytes=nbytes, bits=bits, ratios=ratios,
+            extra={what: numbers.get(name) for what, numbers in extra.items()},
             rivals={"best torch": best} if best else {},
         )  # fmt: skip
 

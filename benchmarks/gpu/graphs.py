@@ -28,6 +28,7 @@ def capture(device: Device, run: Callable[[], Any], *, repeatable: bool) -> Capt
     Kernels and memory are there before, since the capture follows calls on the same stream.
     """
     stream = device.cupy.cuda.Stream(non_blocking=True)
+    device.wait()
     with stream:
         expected = [run() for _ in range(2)][-1].get()
         stream.synchronize()

@@ -28,7 +28,7 @@ PATTERN = "test_cuda_*.py"
 #: What names of test files begin or end with that are not for a real device.
 OTHERS_BEGIN, OTHERS_END = "test_cuda_host", "_bugs.py"
 #: Seconds for the tests; what is left of the part's time is for kernels that none of them launches.
-SECONDS = 135
+SECONDS = 125
 #: Processes at once: each has a context of some hundred megabytes on the device.
 MOST_PROCESSES = 8
 #: Tests of a file, and kernels that are compiled alone, in a dry run.

@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("machine", "What is there", 15, needs_cupy=False),
-    Part("parity", "The suite's CUDA tests on the device", 160),
+    Part("machine", "What is there", 25, needs_cupy=False),
+    Part("parity", "The suite's CUDA tests on the device", 150),
     Part("sanitizer", "compute-sanitizer", 75),
     Part("decode", "A decode step's attention", 110),
     Part("encode", "Encoding a prompt", 30),
