@@ -1,7 +1,8 @@
 """The suite's own tests of kernels, run on the device, and the declared kernels that they launch there.
 
 Each test file is a process of its own, since an access out of bounds leaves a process without its device. Not run here
-are the tests of the harness that stands in for a GPU, and those with planted bugs, which harm a real one.
+are the tests of the harness that stands in for a GPU, those that only compile for other devices, and those with
+planted bugs, which harm a real one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from benchmarks.gpu.processes import run_for
 
 TESTS = Path(kvsketch.tests.__file__).parent
 PATTERN = "test_cuda_*.py"
-#: What names of test files begin or end with that are not for a real device.
-OTHERS_BEGIN, OTHERS_END = "test_cuda_host", "_bugs.py"
+#: What names of test files begin or end with that are not for a real device: these compile for others, or plant bugs.
+OTHERS_BEGIN, OTHERS_END = "test_cuda_host", ("_bugs.py", "_compiles.py")
 #: Seconds for the tests; what is left of the part's time is for kernels that none of them launches.
 SECONDS = 125
 #: Processes at once: each has a context of some hundred megabytes on the device.
