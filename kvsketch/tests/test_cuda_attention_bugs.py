@@ -15,10 +15,10 @@ from kvsketch.testing import assert_same
 from kvsketch.tests.cuda_attention_cases import check, moved, queries, take_simt
 from kvsketch.tests.cuda_host import CudaHostError, running
 from kvsketch.tests.cuda_host.arrays import ndarray
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_harness
 from kvsketch.tests.page_cases import Row, make_view
 
-pytestmark = needs_compiler
+pytestmark = needs_harness
 
 
 def several_tiles(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from kvsketch.tests.cache_cases import PAIRS, make_cache, make_tokens
 from kvsketch.tests.cuda_attention_cases import ON_DEVICE
 from kvsketch.tests.cuda_host import running
 from kvsketch.tests.cuda_host.devices import counts
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_compiler, needs_harness
 
 pytestmark = needs_compiler
 
@@ -76,6 +76,7 @@ def test_a_cache_that_moves_attends_as_before(cupy: Any, pair: str) -> None:
     assert_same_bytes(there.to("cpu"), here)
 
 
+@needs_harness
 def test_a_step_of_decoding_does_not_wait(cupy: Any) -> None:
     """Nor does it send more to the device than the counts of tokens, once the tables are there."""
     host = make_cache("outliers-ints1", residual_length=20, checked=False)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvsketch.tests.cuda_host import HostModule, empty, running
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_harness
 
-pytestmark = needs_compiler
+pytestmark = needs_harness
 
 LANES = np.arange(32)
 #: Kernel bodies: `o[i]` is the result of thread i of one warp, which is lane `lane`; and what it must be.

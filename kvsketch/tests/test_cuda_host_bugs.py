@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvsketch.tests.cuda_host import CudaHostError, HostModule, empty, running
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_harness
 
-pytestmark = needs_compiler
+pytestmark = needs_harness
 
 #: Signs of the products of tokens (n, D) with rows (M, D), and the tokens' norms. Blocks of 8 tokens, a warp each.
 SIGNS = """#line 1 "signs.cu"

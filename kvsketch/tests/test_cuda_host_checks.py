@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvsketch.tests.cuda_host import CudaHostError, HostModule, empty, running
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_harness
 
-pytestmark = needs_compiler
+pytestmark = needs_harness
 
 #: Bodies of a kernel over 33 numbers `in` and `o` with one block of 32 threads, and what is said of each.
 WRONG: dict[str, tuple[str, str]] = {

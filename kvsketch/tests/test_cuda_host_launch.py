@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kvsketch.tests.cuda_host import CudaHostError, HostModule, empty, missing, running
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_harness
 from kvsketch.tests.cuda_host.toolchain import CACHE_VARIABLE, kept
 
-pytestmark = needs_compiler
+pytestmark = needs_harness
 
 BLOCKS = """
 __global__ void count(int* o) { o[threadIdx.x] = __syncthreads_count(threadIdx.x % 3 == 0); }

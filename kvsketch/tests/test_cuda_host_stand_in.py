@@ -16,7 +16,7 @@ from kvsketch.environment import describe_environment
 from kvsketch.tests.cache_cases import PAIRS, make_cache, make_tokens
 from kvsketch.tests.cuda_host import CudaHostError, running
 from kvsketch.tests.cuda_host.devices import counts, without_waiting
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_harness
 from kvsketch.tests.cuda_host.stand_in import available, installed
 
 pytestmark = pytest.mark.skipif(available(), reason="a real CuPy with a device is there")
@@ -211,7 +211,7 @@ def scale(cupy: Any, a: Any, o: Any, n: int | None = None) -> None:
     module.get_function("scale<float>")((-(-n // 32),), (32,), (a, o, np.float32(3), np.int32(n)))
 
 
-@needs_compiler
+@needs_harness
 @pytest.mark.parametrize("mode", ["check", "fast"])
 def test_kernels_run_on_its_arrays(mode: str, cupy: Any) -> None:
     a, o = cupy.arange(70, dtype=np.float32), cupy.empty((2, 50), np.float32)
@@ -223,7 +223,7 @@ def test_kernels_run_on_its_arrays(mode: str, cupy: Any) -> None:
     np.testing.assert_array_equal(o.get().reshape(-1)[10:80], 3 * np.arange(70, dtype=np.float32))
 
 
-@needs_compiler
+@needs_harness
 def test_unwritten_memory_is_remembered(cupy: Any) -> None:
     a, o = cupy.empty((4, 8), np.float32), cupy.empty((4, 8), np.float32)
     mask, half = cupy.asarray([False, True]), cupy.arange(2)
@@ -242,7 +242,7 @@ def test_unwritten_memory_is_remembered(cupy: Any) -> None:
     assert float(o[0, 0]) == 3
 
 
-@needs_compiler
+@needs_harness
 def test_arrays_of_the_host_are_refused(cupy: Any) -> None:
     a = np.zeros(4, np.float32)
     with pytest.raises(CudaHostError, match="argument 0 is a NumPy array, which CuPy passes by value"):
@@ -252,7 +252,7 @@ def test_arrays_of_the_host_are_refused(cupy: Any) -> None:
         broken((1,), (1,), (cupy.zeros(1, np.int32),))
 
 
-@needs_compiler
+@needs_harness
 def test_devices(two: Any) -> None:
     cuda = two.cuda
     assert (cuda.runtime.getDeviceCount(), cuda.Device().id, cuda.Device().compute_capability) == (2, 0, "75")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvsketch.tests.cuda_host import CudaHostError, HostModule, empty, running
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.fixtures import needs_harness
 
-pytestmark = needs_compiler
+pytestmark = needs_harness
 
 #: D (16, 8) = A (16, words) times B (8, words) transposed: copied to shared memory, read by ldmatrix.
 PRODUCT = """#line 1 "product.cu"

@@ -10,8 +10,12 @@ import pytest
 from kvsketch.tests.cuda_host.stand_in import available, installed
 from kvsketch.tests.cuda_host.toolchain import missing
 
-#: Marks tests that execute kernels on the CPU.
-needs_compiler = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+#: Marks tests that execute kernels, on the CPU where there is no GPU.
+needs_compiler = pytest.mark.skipif(not available() and missing() is not None, reason=str(missing()))
+#: Marks tests of what the harness alone sees: counts of waits, planted bugs.
+needs_harness = pytest.mark.skipif(
+    available() or missing() is not None, reason=str(missing() or "kernels run on a real device here")
+)
 
 
 @pytest.fixture
