@@ -247,9 +247,10 @@ def far_apart(cupy: Any, x: Any) -> Any:  # noqa: F811
 
 
 @per_side
-def test_heads_further_apart_than_32_bits_count(cupy, name):  # noqa: F811
+@pytest.mark.parametrize("lead", [(2,), (2, 3)])
+def test_rows_and_heads_further_apart_than_32_bits_count(cupy, name, lead):  # noqa: F811
     side = side_layout(*SIDES[name], "float16")
-    x = make_numbers((2, 2 * side.tokens, side.width), 1, "float16")
+    x = make_numbers((*lead, 2 * side.tokens, side.width), 1, "float16")
     expected, _ = encode(x, side, engine="reference")
     with running("check"):
         assert_bits(encode(far_apart(cupy, x), side, **ENGINE)[0], expected)
