@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsketch._dispatch import engine_for, namespace
+from kvsketch._dispatch import engine_for, namespace, on_device_of
 from kvsketch._exact_store import ExactStore
 from kvsketch._page_store import PageStore
 from kvsketch._positions import Positions
@@ -47,7 +47,21 @@ class Contents:
     def take(self, rows: Any) -> Contents:
         """New contents of the given rows, which may repeat."""
         given = (*self.given[:2], len(rows), *self.given[3:])
-        return Contents(self.exact.take(rows), self.pages.take(rows), self.positions.take(rows), given)
+        with on_device_of(self.pages.pages):
+            return Contents(self.exact.take(rows), self.pages.take(rows), self.positions.take(rows), given)
+
+    def put(self, rows: Any, other: Contents) -> None:
+        """Overwrite the given rows by those of contents of the same sizes."""
+        with on_device_of(self.pages.pages):
+            self.exact.put(rows, other.exact)
+            self.pages.put(rows, other.pages)
+        self.positions.put(rows, other.positions)
+
+    def crop(self, keep: int, dropped: Any) -> None:
+        """Keep the first `keep` positions, which leaves out the last `dropped` (b,) tokens of each row."""
+        with on_device_of(self.pages.pages):
+            self.exact.crop(dropped)
+        self.positions.crop(keep)
 
 
 def due_pages(n: int, settings: LayerSettings, page: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -48,6 +49,14 @@ def _library_of(kind: type) -> str:
 def namespace(*arrays: Any) -> ModuleType:
     """The module (`numpy` or `cupy`) whose functions work on `arrays`."""
     return sys.modules[array_library(*arrays)]
+
+
+_HERE = nullcontext()
+
+
+def on_device_of(array: Any) -> AbstractContextManager[Any]:
+    """Where new arrays lie on the device of `array`, for CuPy; nothing changes for NumPy."""
+    return _HERE if isinstance(array, np.ndarray) else array.device
 
 
 def implementation(op: str, *arrays: Any, engine: str | None = None) -> Callable[..., Any]:

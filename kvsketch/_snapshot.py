@@ -8,6 +8,7 @@ import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
 from kvsketch._contents import Contents, new_contents
+from kvsketch._dispatch import on_device_of
 from kvsketch.codecs import codec_from_settings, codec_settings
 
 if TYPE_CHECKING:
@@ -51,22 +52,23 @@ def cache_to_tensors(cache: Cache, prefix: str) -> tuple[dict[str, Any], dict[st
         "saturated": pages.saturated,
         "padded": valid is not None,
     }
-    none = np.zeros_like(exact.starts)
-    tensors = {
-        "sink_counts": exact.sink_counts,
-        "page_counts": pages.counts,
-        "window_counts": exact.counts,
-        "sink_k": _bits(_gather(exact.sink_k, none, exact.sink_counts)),
-        "sink_v": _bits(_gather(exact.sink_v, none, exact.sink_counts)),
-        "pages": _gather(pages.pages, none, pages.counts),
-        "window_k": _bits(_gather(exact.window_k, exact.starts, exact.counts)),
-        "window_v": _bits(_gather(exact.window_v, exact.starts, exact.counts)),
-    }
-    if valid is not None:
-        tensors["valid"] = valid.astype(np.uint8)
-    if pages.channels is not None:
-        tensors["channels"] = pages.channels
-    return {prefix + name: np.ascontiguousarray(_host(array)) for name, array in tensors.items()}, header
+    with on_device_of(pages.pages):
+        none = np.zeros_like(exact.starts)
+        tensors = {
+            "sink_counts": exact.sink_counts,
+            "page_counts": pages.counts,
+            "window_counts": exact.counts,
+            "sink_k": _bits(_gather(exact.sink_k, none, exact.sink_counts)),
+            "sink_v": _bits(_gather(exact.sink_v, none, exact.sink_counts)),
+            "pages": _gather(pages.pages, none, pages.counts),
+            "window_k": _bits(_gather(exact.window_k, exact.starts, exact.counts)),
+            "window_v": _bits(_gather(exact.window_v, exact.starts, exact.counts)),
+        }
+        if valid is not None:
+            tensors["valid"] = valid.astype(np.uint8)
+        if pages.channels is not None:
+            tensors["channels"] = pages.channels
+        return {prefix + name: np.ascontiguousarray(_host(array)) for name, array in tensors.items()}, header
 
 
 def cache_from_tensors(tensors: dict[str, Any], header: dict[str, Any], prefix: str, *, engine: str | None) -> Cache:

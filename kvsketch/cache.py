@@ -22,7 +22,7 @@ import numpy as np
 from kvsketch._attend import COEFFICIENTS, attend_checked
 from kvsketch._checks import check_choice, check_integer, check_ndim, on_host
 from kvsketch._contents import CacheSizes, Contents, due_pages, new_contents
-from kvsketch._dispatch import ENGINES, namespace
+from kvsketch._dispatch import ENGINES, namespace, on_device_of
 from kvsketch._token_checks import cast_tokens, check_finite, check_tokens, float_dtype
 from kvsketch.attention import CacheView
 from kvsketch.codecs import Codec, GroupedInts
@@ -104,6 +104,11 @@ class Cache(CacheSizes):
             For shapes or dtypes that do not fit together or what is held, and for numbers that are not finite.
         """
         valid = check_tokens(k, v, valid)
+        with on_device_of(k):
+            self._append(k, v, valid)
+
+    def _append(self, k: Any, v: Any, valid: Any) -> None:
+        """Append tokens that fit together, on the current device."""
         contents = self._contents
         if contents is None:
             contents = new_contents(self.settings, k, v, self.exact_dtype, self.max_tokens)
@@ -138,18 +143,18 @@ class Cache(CacheSizes):
             return
         exact, pages = self._contents.exact, self._contents.pages
         due = exact.due(spare)
-        if due is None:
-            exact.make_room(0)
-            return
-        encoded = pages.encode(exact, due, self.engine)
-        exact.make_room(0, due * exact.page)
-        pages.commit(encoded)
+        with on_device_of(pages.pages):
+            encoded = None if due is None else pages.encode(exact, due, self.engine)
+            exact.make_room(0, None if due is None else due * exact.page)
+            if encoded is not None:
+                pages.commit(encoded)
 
     def reserve(self, n: int) -> None:
         """Make room for `n` tokens a row, so that no buffer of pages grows before."""
         check_integer("n", n, low=0)
         if self._contents is not None:
-            self._contents.pages.reserve(due_pages(n, self.settings, self._contents.exact.page))
+            with on_device_of(self._contents.pages.pages):
+                self._contents.pages.reserve(due_pages(n, self.settings, self._contents.exact.page))
         self.max_tokens = max(n, self.max_tokens or 0)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -189,40 +194,33 @@ class Cache(CacheSizes):
         if s > positions.length:
             raise ValueError(f"q has {s} positions but the cache holds {positions.length}; append their keys first")
         limits = positions.limits(s, contents.lengths)
-        bias = None if mask is None else positions.bias(mask, s, hq)
         view = self._view(contents)
         view.check_queries(q)
-        return attend_checked(
-            q,
-            view,
-            None if limits is None else namespace(q).asarray(limits),
-            bias,
-            scale,
-            softcap,
-            sink_logits,
-            coefficients or self.coefficients,
-            self.engine,
-        )
+        options = (scale, softcap, sink_logits, coefficients or self.coefficients, self.engine)
+        with on_device_of(q):
+            bias = None if mask is None else positions.bias(mask, s, hq)
+            return attend_checked(q, view, None if limits is None else namespace(q).asarray(limits), bias, *options)
 
     def decode(self, row: int) -> tuple[Any, Any]:
         """Keys (h, n, d) and values (h, n, dv) of a row in float32, as :meth:`attend` sees them, without padding."""
         contents = self._held("decode")
         check_integer("row", row, low=0, high=self.batch - 1)
-        exact, layout = contents.exact, contents.pages.layout
-        xp = namespace(exact.sink_k)
-        sinks = int(exact.sink_counts[row])
-        window = slice(int(exact.starts[row]), int(exact.starts[row] + exact.counts[row]))
-        records = contents.pages.pages[row, :, : int(contents.pages.counts[row])]
-        split = layout.value_offset
-        k = decode_keys(records[..., :split], layout.keys, engine=self.engine)
-        v = decode_values(records[..., split:], layout.values, engine=self.engine)
-        first_k, last_k = exact.sink_k[row, :, :sinks], exact.window_k[row, :, window]
-        first_v, last_v = exact.sink_v[row, :, :sinks], exact.window_v[row, :, window]
-        f4 = xp.float32
-        return (
-            xp.concatenate([first_k.astype(f4), k, last_k.astype(f4)], axis=1),
-            xp.concatenate([first_v.astype(f4), v, last_v.astype(f4)], axis=1),
-        )
+        with on_device_of(contents.pages.pages):
+            exact, layout = contents.exact, contents.pages.layout
+            xp = namespace(exact.sink_k)
+            sinks = int(exact.sink_counts[row])
+            window = slice(int(exact.starts[row]), int(exact.starts[row] + exact.counts[row]))
+            records = contents.pages.pages[row, :, : int(contents.pages.counts[row])]
+            split = layout.value_offset
+            k = decode_keys(records[..., :split], layout.keys, engine=self.engine)
+            v = decode_values(records[..., split:], layout.values, engine=self.engine)
+            first_k, last_k = exact.sink_k[row, :, :sinks], exact.window_k[row, :, window]
+            first_v, last_v = exact.sink_v[row, :, :sinks], exact.window_v[row, :, window]
+            f4 = xp.float32
+            return (
+                xp.concatenate([first_k.astype(f4), k, last_k.astype(f4)], axis=1),
+                xp.concatenate([first_v.astype(f4), v, last_v.astype(f4)], axis=1),
+            )
 
     def view(self) -> CacheView:
         """The cache's arrays as they are, read-only where the library knows that; nothing is copied.
@@ -230,9 +228,9 @@ class Cache(CacheSizes):
         The next append, crop, reorder or flush makes the view invalid.
         """
         view = self._view(self._held("view"))
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name, array in zip(view._fields[1:], view[1:], strict=True):
-            arrays[name] = array[...]
+            arrays[name] = array[...] if isinstance(array, np.ndarray) else array
             if isinstance(array, np.ndarray):
                 arrays[name].flags.writeable = False
         return view._replace(**arrays)
@@ -248,10 +246,7 @@ class Cache(CacheSizes):
         changed = np.flatnonzero(rows != np.arange(len(rows)))
         if not len(changed):
             return
-        taken = contents.take(rows[changed])
-        contents.exact.put(changed, taken.exact)
-        contents.pages.put(changed, taken.pages)
-        contents.positions.put(changed, taken.positions)
+        contents.put(changed, contents.take(rows[changed]))
 
     def select(self, idx: Any) -> None:
         """Keep the rows `idx`, in that order; rows may repeat, the batch becomes ``len(idx)``."""
@@ -288,8 +283,7 @@ class Cache(CacheSizes):
                 f"crop to {to} would drop {int(dropped[row])} tokens of row {row}, but only its newest "
                 f"{int(exact_tokens[row])} are not encoded; crop less, or to 0, or flush with a larger spare"
             )
-        contents.exact.crop(dropped)
-        contents.positions.crop(keep)
+        contents.crop(keep, dropped)
 
     def reset(self) -> None:
         """Forget all tokens, and with them the batch size, head sizes and dtypes; the settings stay."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvsketch._checks import check_channels, check_float
-from kvsketch._dispatch import implementation, namespace
+from kvsketch._dispatch import implementation, namespace, on_device_of
 from kvsketch.codecs import Side, SignSketch
 from kvsketch.layout import SideLayout
 
@@ -100,7 +100,8 @@ def _records_for(x: Any, side: SideLayout, out: Any) -> Any:
     xp = namespace(x)
     shape = (*x.shape[:-2], x.shape[-2] // side.tokens, side.nbytes)
     if out is None:
-        return xp.zeros(shape, dtype=xp.uint8)
+        with on_device_of(x):
+            return xp.zeros(shape, dtype=xp.uint8)
     if out.dtype != xp.uint8 or tuple(out.shape) != shape:
         raise ValueError(f"out must be uint8 of shape {shape}, got {out.dtype} of shape {tuple(out.shape)}")
     out[..., side.used_bytes :] = 0

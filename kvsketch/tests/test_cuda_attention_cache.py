@@ -15,6 +15,7 @@ from kvsketch.tests.cuda_attention_cases import ON_DEVICE
 from kvsketch.tests.cuda_host import running
 from kvsketch.tests.cuda_host.devices import counts
 from kvsketch.tests.cuda_host.fixtures import needs_compiler, needs_harness
+from kvsketch.tests.cuda_host.stand_in import installed
 
 pytestmark = needs_compiler
 
@@ -74,6 +75,36 @@ def test_a_cache_that_moves_attends_as_before(cupy: Any, pair: str) -> None:
         found = there.attend(cupy.asarray(q))
     np.testing.assert_allclose(found.get(), here.attend(q), atol=2e-3)
     assert_same_bytes(there.to("cpu"), here)
+
+
+@needs_harness
+def test_a_cache_stays_on_the_device_of_its_tokens() -> None:
+    k, v = make_tokens(1, 2, 2, 150, d=24)
+    q = np.random.default_rng(2).standard_normal((2, 6, 2, 24)).astype(np.float32)
+    here = make_cache("outliers-ints1", residual_length=20)
+    with installed(count=2) as cupy:
+        with cupy.cuda.Device(1):
+            parts = [[cupy.asarray(x[:, :, part]) for x in (k, v)] for part in (slice(0, 148), slice(148, 150))]
+            queries, mask = cupy.asarray(q), cupy.ones((2, 1, 2, 150), bool)
+        there = make_cache("outliers-ints1", residual_length=20)
+        for (a, b), part in zip(parts, (slice(0, 148), slice(148, 150)), strict=True):
+            there.append(a, b)
+            here.append(k[:, :, part], v[:, :, part])
+        there.reserve(300)
+        here.reserve(300)
+        there.flush()
+        here.flush()
+        assert {x.device.id for x in (there.view().pages, there.view().window_k)} == {1}
+        found = there.attend(queries, mask=mask)
+        assert found.device.id == 1
+        np.testing.assert_allclose(found.get(), here.attend(q), atol=2e-3)
+        for cache in (there, here):
+            cache.crop(-1)
+            cache.reorder([1, 0])
+            cache.select([0, 0, 1])
+        assert_same_bytes(there.to("cpu"), here)
+        np.testing.assert_allclose(there.decode(1)[0].get(), here.decode(1)[0], atol=1e-4)
+        assert there.to_tensors()[1] == here.to_tensors()[1]
 
 
 @needs_harness
