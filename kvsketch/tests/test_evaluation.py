@@ -22,6 +22,15 @@ def test_windows_follow_one_another_from_the_beginning() -> None:
     assert second.tolist() == [ids[31:62]]
 
 
+def test_spread_windows_come_from_all_over_the_text() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer(TEXT)["input_ids"]
+    apart = len(ids) // 3
+    assert apart > 31
+    windows = text_windows(tokenizer, TEXT, prompt_tokens=20, score_tokens=10, windows=3, spread=True)
+    assert [w.tolist() for w in windows] == [[ids[n * apart : n * apart + 31]] for n in range(3)]
+
+
 def test_opening_token_is_part_of_each_prompt() -> None:
     tokenizer = tiny_tokenizer(opens=True)
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
