@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvsketch._attend import attend_checked
 from kvsketch._checks import FLOAT_DTYPES, check_float, check_gqa, check_ndim
 from kvsketch._dispatch import namespace
@@ -16,6 +18,7 @@ class CacheView(NamedTuple):
     Row r has ``sink_counts[r]`` exact first tokens, ``page_counts[r]`` pages, and the exact tokens
     ``window_starts[r] .. window_starts[r] + window_counts[r]`` of the window arrays. The three dimensions of exact
     arrays before the last are rows, key/value heads and a capacity; what lies beyond a row's counts is never read.
+    Counts and starts are NumPy arrays, wherever the tokens are: how work is divided follows from them.
     """
 
     layout: PageLayout
@@ -36,8 +39,7 @@ class CacheView(NamedTuple):
 
     def causal_limits(self, s: int) -> Any:
         """(b, s) int64: how many tokens each of the newest s tokens of a row sees, itself included."""
-        xp = namespace(self.pages)
-        return xp.clip(self.lengths[:, None] + xp.arange(1 - s, 1), 0, None)
+        return namespace(self.pages).asarray(np.maximum(self.lengths[:, None] + np.arange(1 - s, 1), 0))
 
     def check_queries(self, q: Any) -> None:
         """Raise unless queries (b, hq, s, d) fit."""

@@ -359,18 +359,17 @@ class Cache(CacheSizes):
 
     def _view(self, contents: Contents) -> CacheView:
         exact, pages = contents.exact, contents.pages
-        asarray = namespace(exact.sink_k).asarray
         return CacheView(
             pages.layout,
             pages.pages,
-            asarray(pages.counts),
+            pages.counts,
             exact.sink_k,
             exact.sink_v,
-            asarray(exact.sink_counts),
+            exact.sink_counts,
             exact.window_k,
             exact.window_v,
-            asarray(exact.starts),
-            asarray(exact.counts),
+            exact.starts,
+            exact.counts,
         )
 
     def _check_fits(self, contents: Contents, k: Any, v: Any) -> None:
