@@ -1,0 +1,90 @@
+// What comes before and after the splits of decode attention: queries as the kernels take them, and one result of all
+// splits.
+#include "attention.cuh"
+
+// n numbers times `unit`, in float32.
+template <class T>
+__global__ void prepare_queries(const T* __restrict__ q, float* __restrict__ out, float unit, i64 n) {
+  for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < n; at += (i64)gridDim.x * blockDim.x)
+    out[at] = to_float(q[at]) * unit;
+}
+
+constexpr int MOST_SPLITS = 1024, COMBINE_THREADS = 128, COMBINE_WARPS = COMBINE_THREADS / 32;
+
+// The splits that a row has, one after another, though each kind has a place for the longest row's.
+struct RowSplits {
+  int pages, sinks, window;
+
+  __device__ RowSplits(const RowCounts& row, const Shapes& shapes)
+      : pages(count(row.pages, shapes.pages_per_split)),
+        sinks(count(row.sinks, shapes.exact_per_split)),
+        window(count(row.window, shapes.exact_per_split)) {}
+
+  __device__ int size() const { return pages + sinks + window; }
+
+  __device__ int place(int split, const Shapes& shapes) const {
+    if (split < pages) return split;
+    if (split < pages + sinks) return split - pages + shapes.page_splits;
+    return split - pages - sinks + shapes.page_splits + shapes.sink_splits;
+  }
+
+ private:
+  static __device__ int count(i64 n, int step) { return (int)((n + step - 1) / step); }
+};
+
+__device__ __forceinline__ float block_max(float x, float* room) {
+  x = warp_max(x);
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = room[0];
+  for (int warp = 1; warp < COMBINE_WARPS; ++warp) x = fmaxf(x, room[warp]);
+  return x;
+}
+
+__device__ __forceinline__ float block_sum(float x, float* room) {
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = room[0];
+  for (int warp = 1; warp < COMBINE_WARPS; ++warp) x += room[warp];
+  return x;
+}
+
+// out (b, h, Q, dv); `logits` (hq) are learned logits that join the sums, one number when has_logits is 0.
+// Grid (Q, h, b).
+template <class T>
+__global__ void __launch_bounds__(COMBINE_THREADS)
+    combine_splits(const float* __restrict__ partial, const i64* __restrict__ counts,
+                   const float* __restrict__ logits, T* __restrict__ out, int has_logits, const Shapes shapes) {
+  __shared__ float shares[MOST_SPLITS];
+  __shared__ int places[MOST_SPLITS];
+  __shared__ float largest_room[COMBINE_WARPS], total_room[COMBINE_WARPS];
+  const int query = blockIdx.x, head = blockIdx.y, row = blockIdx.z, dv = shapes.values.width;
+  const RowSplits splits(row_counts(counts, row, shapes), shapes);
+  const int size = splits.size();
+  const float logit =
+      has_logits ? LOG2_E * logits[head * shapes.ratio + query / shapes.s] : NEGATIVE_INFINITY;
+
+  float largest = logit;
+  for (int split = threadIdx.x; split < size; split += blockDim.x) {
+    const int place = splits.place(split, shapes);
+    places[split] = place;
+    largest = fmaxf(largest, partial[partial_at(row, head, place, query, shapes) + dv]);
+  }
+  const float shift = softmax_shift(block_max(largest, largest_room));
+  float total = threadIdx.x == 0 ? exp2f(logit - shift) : 0.f;
+  for (int split = threadIdx.x; split < size; split += blockDim.x) {
+    const float* from = partial + partial_at(row, head, places[split], query, shapes) + dv;
+    shares[split] = exp2f(from[0] - shift);
+    total = fmaf(shares[split], from[1], total);
+  }
+  total = block_sum(total, total_room);
+  const float share = total > 0.f ? 1.f / total : 1.f;
+  const i64 at = (((i64)row * shapes.h + head) * shapes.queries + query) * dv;
+  for (int channel = threadIdx.x; channel < dv; channel += blockDim.x) {
+    float sum = 0.f;
+    for (int split = 0; split < size; ++split)
+      sum = fmaf(shares[split], partial[partial_at(row, head, places[split], query, shapes) + channel], sum);
+    out[at + channel] = from_float<T>(sum * share);
+  }
+}
