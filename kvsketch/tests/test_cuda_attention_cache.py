@@ -1,0 +1,99 @@
+"""Whole caches on the device against the same ones on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsketch.cache import Cache
+from kvsketch.cuda_raw import attention
+from kvsketch.layout import page_layout
+from kvsketch.tests.cache_cases import PAIRS, make_cache, make_tokens
+from kvsketch.tests.cuda_attention_cases import ON_DEVICE
+from kvsketch.tests.cuda_host import running
+from kvsketch.tests.cuda_host.devices import counts
+from kvsketch.tests.cuda_host.fixtures import needs_compiler
+
+pytestmark = needs_compiler
+
+
+def assert_same_bytes(there: Cache, here: Cache) -> None:
+    """Assert that two caches hold the same numbers of tokens and the same bytes of them."""
+    views = there.view(), here.view()
+    for name in ("page_counts", "sink_counts", "window_counts"):
+        np.testing.assert_array_equal(getattr(views[0], name), getattr(views[1], name))
+    for row in range(here.batch):
+        for name in ON_DEVICE:
+            of = {"pages": "page_counts", "sink_k": "sink_counts", "sink_v": "sink_counts"}.get(name, "window_counts")
+            count = int(getattr(views[1], of)[row])
+            arrays = []
+            for view in views:
+                start = int(view.window_starts[row]) if of == "window_counts" else 0
+                array = getattr(view, name)[row, :, start : start + count]
+                arrays.append(array if isinstance(array, np.ndarray) else array.get())
+            assert arrays[0].tobytes() == arrays[1].tobytes()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_cache_on_the_device_is_the_one_on_the_host(cupy: Any, pair: str) -> None:
+    k, v = make_tokens(1, 2, 2, 150, d=24, dtype=np.float16)
+    valid = np.ones((2, 150), bool)
+    valid[1, :40] = False
+    q = np.random.default_rng(2).standard_normal((2, 6, 2, 24)).astype(np.float16)
+    mask = np.random.default_rng(3).random((2, 1, 2, 150)) < 0.8
+    here, there = (make_cache(pair, residual_length=20, sink_tokens=3, engine=engine) for engine in ("reference", None))
+    for part in (slice(0, 90), slice(90, 148), slice(148, 150)):
+        here.append(k[:, :, part], v[:, :, part], valid=valid[:, part])
+        there.append(cupy.asarray(k[:, :, part]), cupy.asarray(v[:, :, part]), valid=valid[:, part])
+    assert there.report()["engines"]["attention.attend"] == "cuda_raw"
+    for _ in range(2):
+        assert_same_bytes(there, here)
+        for given, softcap in ((None, None), (mask, 4.0)):
+            with running("check"):
+                moved = None if given is None else cupy.asarray(given)
+                found = there.attend(cupy.asarray(q), mask=moved, softcap=softcap).get()
+            expected = here.attend(q, mask=given, softcap=softcap)
+            np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=2e-3, rtol=2e-3)
+        here.flush()
+        there.flush()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_cache_that_moves_attends_as_before(cupy: Any, pair: str) -> None:
+    """Encoded on the host, read on the device, the same bytes when it comes back."""
+    k, v = make_tokens(1, 2, 2, 150, d=24)
+    here = make_cache(pair, residual_length=20, sink_tokens=3)
+    here.append(k, v)
+    here.flush()
+    there = here.to(0)
+    assert_same_bytes(there, here)
+    q = np.random.default_rng(2).standard_normal((2, 6, 2, 24)).astype(np.float32)
+    with running("check"):
+        found = there.attend(cupy.asarray(q))
+    np.testing.assert_allclose(found.get(), here.attend(q), atol=2e-3)
+    assert_same_bytes(there.to("cpu"), here)
+
+
+def test_a_step_of_decoding_does_not_wait(cupy: Any) -> None:
+    """Nor does it send more to the device than the counts of tokens, once the tables are there."""
+    host = make_cache("outliers-ints1", residual_length=20, checked=False)
+    host.append(*make_tokens(1, 2, 2, 150, d=24))
+    host.flush()
+    cache = host.to(0)
+    q = cupy.asarray(np.random.default_rng(2).standard_normal((2, 6, 1, 24)).astype(np.float32))
+    cache.attend(q)
+    counts.reset()
+    cache.attend(q)
+    assert (counts.synchronisations, counts.uploads) == (0, 1)
+
+
+@pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_choice_of_kernels_is_told(pair: str, architecture: int) -> None:
+    layout = page_layout(*PAIRS[pair], 64, 64)
+    kernel, why_not = attention.chosen_kernel(layout, 4, architecture)
+    assert (kernel.level == "simt") == bool(why_not)
+    assert kernel.level in ("simt", "mma")
+    assert kernel.queries * -(-4 // kernel.queries) >= 4
