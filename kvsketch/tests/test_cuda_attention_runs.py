@@ -13,8 +13,9 @@ from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.cuda_raw import attention, attention_plan
 from kvsketch.testing import assert_same
 from kvsketch.tests.cuda_attention_cases import attend_on_device, check, moved, queries, take_simt
-from kvsketch.tests.cuda_host import running
+from kvsketch.tests.cuda_host import running, stand_in
 from kvsketch.tests.cuda_host.arrays import ndarray
+from kvsketch.tests.cuda_host.devices import pretending
 from kvsketch.tests.cuda_host.fixtures import needs_compiler
 from kvsketch.tests.page_cases import Row, make_view
 
@@ -163,6 +164,21 @@ def test_offsets_beyond_32_bits(cupy: Any) -> None:
     pages[:, :, :2] = view.pages[:, :, :2]
     far = there._replace(pages=ndarray(pages))
     assert_same(attend(cupy.asarray(q), far).get(), check(cupy, q, view, tokens))
+
+
+def test_arrays_of_another_device_than_the_current_one(cupy: Any) -> None:
+    if not isinstance(cupy, stand_in.StandIn):
+        pytest.skip("needs a second device")
+    view, _ = make_view(*PAIRS["sketch"], d=16, dv=24, h=2, rows=[Row(4, 2, 7)])
+    q = queries(1, 4, 2, 16)
+    expected = attend_on_device(cupy, q, view)
+    with pretending(count=2):
+        with cupy.cuda.Device(1):
+            there, queries_there = moved(cupy, view), cupy.asarray(q)
+        out = attend(queries_there, there)
+        assert (out.device.id, cupy.cuda.Device().id) == (1, 0)
+        with cupy.cuda.Device(1):
+            assert_same(out.get(), expected)
 
 
 # ---- the plan of splits ----
