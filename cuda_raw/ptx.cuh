@@ -4,6 +4,7 @@
 #ifdef CUDA_HOST
 
 __device__ __forceinline__ void mma_f16(float* d, const u32* a, const u32* b) { cuda_host::mma_f16(d, a, b); }
+__device__ __forceinline__ void mma_bf16(float* d, const u32* a, const u32* b) { cuda_host::mma_bf16(d, a, b); }
 __device__ __forceinline__ void mma_s8(int* d, const u32* a, const u32* b) { cuda_host::mma_s8(d, a, b); }
 __device__ __forceinline__ void mma_b1_and(int* d, const u32* a, const u32* b) { cuda_host::mma_b1_and(d, a, b); }
 __device__ __forceinline__ void load_matrices(u32* r, const void* row) { cuda_host::ldmatrix_x4(r, row); }
@@ -24,6 +25,14 @@ __device__ __forceinline__ float max_or_nan(float a, float b) { return a != a ||
 __device__ __forceinline__ void mma_f16(float* d, const u32* a, const u32* b) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same of bfloat16 numbers.
+__device__ __forceinline__ void mma_bf16(float* d, const u32* a, const u32* b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
