@@ -1,5 +1,5 @@
-// Decode attention over pages on tensor cores: a warp takes 32 tokens at a time, with 4 or 8 query rows as the columns of
-// an operand. Pages come to shared memory while those before are worked on. What it costs: attention_mma.py.
+// Decode attention over pages on tensor cores: a warp takes 32 tokens at a time, with 4 or 8 query rows as the columns
+// of an operand. Pages come to shared memory while those before are worked on. What it costs: attention_mma.py.
 #include "mma_int_keys.cuh"
 #include "mma_int_values.cuh"
 #include "mma_latent_keys.cuh"
@@ -46,7 +46,9 @@ __global__ void __launch_bounds__(THREADS<Keys, Values>, 1)
   using Members = Team<BLOCK>;
   extern __shared__ __align__(128) u8 room[];
   constexpr int ROWS = Coefficients<REST>::ROWS, QUERY_BYTES = Keys::template QUERY_BYTES<REST>;
-  constexpr int STAGE_BYTES = Keys::TILE_BYTES + Values::TILE_BYTES, BUFFER_BYTES = 2 * (STAGE_BYTES + Keys::PAGE_BYTES);
+  // Two stages, two places for what keys have once a page, and what they keep for all pages.
+  constexpr int STAGE_BYTES = Keys::TILE_BYTES + Values::TILE_BYTES;
+  constexpr int BUFFER_BYTES = 2 * (STAGE_BYTES + Keys::PAGE_BYTES) + Keys::TEAM_BYTES;
   constexpr int p = CHUNK * TILES;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / QUAD, t = lane % QUAD;
 
@@ -63,8 +65,8 @@ __global__ void __launch_bounds__(THREADS<Keys, Values>, 1)
   QueryRow* query_rows = reinterpret_cast<QueryRow*>(queries + operands * QUERY_BYTES);
   Exchange* exchange = reinterpret_cast<Exchange*>(query_rows + operands * ROWS);
   u8* shared = reinterpret_cast<u8*>(exchange + warps * Keys::EXCHANGES);
-  u8* buffers = shared + (BLOCK ? 0 : warp * BUFFER_BYTES);  // two of each: stages, then what keys have once a page
-  u8* page_buffers = buffers + 2 * STAGE_BYTES;
+  u8* buffers = shared + (BLOCK ? 0 : warp * BUFFER_BYTES);
+  u8 *page_buffers = buffers + 2 * STAGE_BYTES, *kept = page_buffers + 2 * Keys::PAGE_BYTES;
   exchange += warp * Keys::EXCHANGES;
 
   const int tokens = (int)min((i64)shapes.pages_per_split, held.pages - first_page) * p;
@@ -110,7 +112,8 @@ __global__ void __launch_bounds__(THREADS<Keys, Values>, 1)
   queries += operand * QUERY_BYTES;
 
   const QueryRow own_row = query_rows[own];
-  const Scoring scoring = {from, own, table, outlier_table, shapes, lane, g, t};
+  const float* own_q = from.q + (i64)min(own, rows - 1) * shapes.keys.width;
+  const Scoring scoring = {own_q, table, outlier_table, shapes, lane, g, t};
   const int seen = own < rows ? seen_here(own) : tokens;
   Softmax softmax = {NEGATIVE_INFINITY, 0.f, TOP_EXPONENT};
   typename Values::Mix mix = {};
@@ -124,13 +127,13 @@ __global__ void __launch_bounds__(THREADS<Keys, Values>, 1)
 
     const u8 *tile = buffers + stage * STAGE_BYTES, *values = tile + Keys::TILE_BYTES;
     u8* page = page_buffers + slot * Keys::PAGE_BYTES;
-    if (at.tile == 0) growth = Keys::template normalize_page<Members>(page);
-    Keys::template multiply<REST>(exchange, tile, page, queries, scoring);
+    if (at.tile == 0) growth = Keys::template prepare_page<Members>(page, tile, kept, scoring);
+    Keys::template multiply<REST>(exchange, tile, page, kept, queries, scoring);
     const int headroom = Values::headroom(softmax.headroom, values, lane);
     __syncwarp();
 
     float scores[8];
-    Keys::template finish<REST>(scores, exchange, tile, own_row, growth, scoring);
+    Keys::template finish<REST>(scores, exchange, tile, kept, own_row, growth, scoring);
     const int first_token = at.page * p + CHUNK * at.tile;
     if (!plain || first_token + CHUNK > all_see) {
       const float* added = own < rows ? bias_of(bias, row, head, first_query + own, shapes) : nullptr;

@@ -1,27 +1,32 @@
 """Which kernel on tensor cores attends over the pages of a layout, and what it costs.
 
-A warp takes 32 tokens of a key/value head at a time. What 32 tokens of 128 channels take, counted in the machine code for
-sm_90, against the clocks that a quarter of a multiprocessor has while their bytes come from memory at full speed (H200:
-4.8 TB/s, 132 multiprocessors, 1.98 GHz; RTX 4090: 1.01 TB/s, 128, 2.52 GHz), at most one instruction each:
+A warp takes 32 tokens of a key/value head at a time. Instructions for 32 tokens of 128 channels are counted in the
+machine code for sm_90. Beside them are the clocks that a quarter of a multiprocessor has, for one instruction each,
+while the bytes come from memory at full speed (H200: 4.8 TB/s, 132 multiprocessors, 1.98 GHz; RTX 4090: 1.01 TB/s, 128
+and 2.52 GHz). Nothing of this was measured on a GPU.
 
-    pages                            query rows   bytes   instructions   clocks on H200   on RTX 4090
-    2-bit keys and values, g = 32          1..4    3072            596              669          3924
-    2-bit keys and values, g = 32          5..8    3072            678              669          3924
-    4-bit keys and values, g = 32          1..4    5120            699             1115          6541
-    sketch m = 256, 2-bit values           1..4    2624            551              572          3352
-    the same, 8 outlier channels           1..4    3776           1250              823          4824
-    3-bit latents, one group a token       1..4    3328            875              725          4251
+    pages                              query rows   bytes   instructions   clocks: H200   RTX 4090
+    2-bit keys and values, g = 32            1..4    3072            596            669       3924
+    2-bit keys and values, g = 32            5..8    3072            670            669       3924
+    4-bit keys and values, g = 32            1..4    5120            691           1115       6541
+    3-bit latents, one group a token         1..4    3328            875            725       4251
+    sketch m = 256, 2-bit values             1..4    2624            550            572       3352
+    the same and 8 outlier channels          1..4    3776           1052            822       4824
 
-With three quarters of the clocks used, which takes the 16 warps that registers leave room for, that is 84, 74, 100, 78, 49
-and 62 % of the bandwidth of an H200 and all of an RTX 4090's; ``coefficients="int8"`` takes 493 instructions for 1..8
-rows of the first line. The steps of tensor cores (42 for 1..4 rows, 84 for 5..8) are hidden behind the other instructions.
-More than eight rows are taken by as many warps of a block as it needs, which share pages in shared memory.
+If three quarters of the clocks are used, which the 16 warps that registers leave room for (12 with outlier channels)
+can be hoped to do, that is 84, 75, 100, 62, 78 and 59 % of the bandwidth of an H200 and all of an RTX 4090's.
+Instructions of the integer units, every second clock at most, are below the clocks too, except for latents, which they
+hold to 79 %, and outlier channels, to 96 %. Tensor cores have 42 or 84 steps in the first two lines.
+``coefficients="int8"`` takes 474 instructions for 1..8 rows of 2-bit pages and 479 of sketches. Each outlier channel
+that the page before did not have takes about 400 more.
 
-Errors against float64 over the same pages, relative in L2, of keys and values of ordinary data:
+More than eight query rows go to as many warps of a block as they need, up to 16, which share pages in shared memory, so
+that memory is read once for up to 128 rows (64 with outlier channels, or where values have more than 160 channels).
 
-- ``int16``: 4e-7 for integers, whose coefficients have 22 bits; 6e-6 for sketches, S q being rounded to 16 bits, and
-  2e-5 with outlier channels, S being rounded to float16.
-- ``int8``: 4e-4 for integers (11 bits), 4e-3 for sketches (8 bits of S q).
+Relative L2 errors against float64 over the same pages, for data of ordinary kinds:
+
+- ``int16``: 5e-7 for integers, whose coefficients have 22 bits, and 6e-6 for sketches, whose S q has 16 bits;
+- ``int8``: 4e-4 for integers (11 bits) and 4e-3 for sketches (8 bits).
 """
 
 from __future__ import annotations
@@ -57,6 +62,8 @@ LANE_BYTES = 16 * LANES
 EXCHANGE_BYTES = 4 * COLUMNS * (LANES + 4 + 1)
 #: struct QueryRow of mma_queries.cuh.
 ROW_BYTES = 8
+#: struct OutlierColumns of mma_outlier_keys.cuh.
+OUTLIER_COLUMNS_BYTES = 160
 #: Rows of a sketch in a chunk of SketchKeys, and its bytes; bytes of 32 norms, scales or zeros.
 SKETCH_CHUNK, SKETCH_CHUNK_BYTES, HALVES_BYTES = 64, 256, 2 * LANES
 
@@ -67,6 +74,7 @@ class Keys(NamedTuple):
     name: str
     tile: int  #: of 32 tokens
     page: int  #: of what they have once a page
+    team: int  #: of what is kept for all pages
     query: int  #: of an operand of coefficients, were each one part
     query_extra: int  #: and of what does not depend on their parts
     exchanges: int  #: how many numbers a warp exchanges
@@ -99,12 +107,12 @@ def key_codec(keys: SideSpec) -> Keys | str:
     if keys.width > MOST_CHANNELS:
         return f"keys have {keys.width} channels, more than {MOST_CHANNELS}"
     if keys.kind == KIND_INTS:
-        return Keys(f"IntKeys<{keys.bits}, {chunks}>", codes, 2 * chunks * HALVES_BYTES, query, 0, 1)
+        return Keys(f"IntKeys<{keys.bits}, {chunks}>", codes, 2 * chunks * HALVES_BYTES, 0, query, 0, 1)
     if keys.kind == KIND_LATENTS:
         if keys.groups > 1 and keys.group % LANES:
             return f"groups of {keys.group} channels of a token's keys are not whole blocks of {LANES}"
         name = f"LatentKeys<{keys.bits}, {chunks}>"
-        return Keys(name, codes + 2 * chunks * HALVES_BYTES, 0, query, 4 * COLUMNS * chunks, 1)
+        return Keys(name, codes + 2 * chunks * HALVES_BYTES, 0, 0, query, 4 * COLUMNS * chunks, 1)
     assert keys.kind == KIND_SKETCH
     if max(keys.m, keys.outlier_m) > MOST_SKETCH_ROWS:
         return f"the sketch has {max(keys.m, keys.outlier_m)} rows, more than {MOST_SKETCH_ROWS}"
@@ -113,9 +121,10 @@ def key_codec(keys: SideSpec) -> Keys | str:
     chunks, outer = _divide(keys.m, SKETCH_CHUNK), _divide(keys.outlier_m, SKETCH_CHUNK)
     tile, query = chunks * SKETCH_CHUNK_BYTES + HALVES_BYTES, chunks * LANE_BYTES
     if not keys.outliers:
-        return Keys(f"SketchKeys<{chunks}>", tile, 0, query, 0, 1)
+        return Keys(f"SketchKeys<{chunks}>", tile, 0, 0, query, 0, 1)
     tile += outer * SKETCH_CHUNK_BYTES + HALVES_BYTES + 16
-    return Keys(f"OutlierSketchKeys<{chunks}, {outer}>", tile, 0, query, 0, 2)
+    kept = 2 * (chunks + outer) * LANE_BYTES + OUTLIER_COLUMNS_BYTES
+    return Keys(f"OutlierSketchKeys<{chunks}, {outer}>", tile, 0, kept, query, 0, 2)
 
 
 def value_codec(values: SideSpec) -> Values | str:
@@ -143,7 +152,7 @@ def shared_bytes(keys: Keys, values: Values, rest: str, warps: int, *, block: bo
     # A sketch's columns hold bytes, of which a second part of a coefficient takes as many only where it has none.
     second = rest == "BY_PRODUCT" if "Sketch" in keys.name else rest != "NONE"
     queries = operands * (keys.query * (2 if second else 1) + keys.query_extra + ROW_BYTES * rows)
-    buffers = teams * 2 * (keys.tile + values.tile + keys.page)
+    buffers = teams * (2 * (keys.tile + values.tile + keys.page) + keys.team)
     parts = warps * 4 * rows * (LANES * values.blocks + 8 * _divide(values.parts, 8) + 4 + 2)
     return queries + warps * keys.exchanges * EXCHANGE_BYTES + max(buffers, parts)
 

@@ -1,4 +1,4 @@
-"""The instantiations of attend_pages_mma that tests execute and compile: codecs, widths and query rows that choose them.
+"""The instantiations of attend_pages_mma that tests execute and compile, by what chooses them.
 
 Every codec of keys and of values is here with every way of keeping what rounding leaves, for one warp's query rows and
 for a block's; any other combination is compiled when it is first used.

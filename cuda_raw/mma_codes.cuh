@@ -19,9 +19,11 @@ struct Chunk {
   static constexpr int UNIT_ROWS = BITS == 1 || BITS == 3 ? 16 : 8, UNIT_BYTES = 4 * UNIT_ROWS * BITS;
   static constexpr int VECTORS = BITS == 3 || BITS == 4 ? 2 : BITS == 8 ? 4 : 1;
 
-  // Where granule x + first of the codes lies in shared memory, so that the 16 lanes of half a warp, which read 32 bytes
-  // of each of four units, find them in different banks; `first` is a multiple of 32.
-  static __device__ __forceinline__ int swizzle(int x, int first = 0) { return (x ^ shuffled(x) ^ shuffled(first)) + first; }
+  // Where granule x + first of the codes lies in shared memory, so that the 16 lanes of half a warp, which read 32
+  // bytes of each of four units, find them in different banks; `first` is a multiple of 32.
+  static __device__ __forceinline__ int swizzle(int x, int first = 0) {
+    return (x ^ shuffled(x) ^ shuffled(first)) + first;
+  }
 
   static __device__ __forceinline__ int plane_shift(int b) {
     return BITS == 1 ? b : BITS == 2 ? 2 * b : BITS == 3 ? 4 * (b / 2) : BITS == 4 ? 4 * (b % 2) : 0;

@@ -1,9 +1,9 @@
-// Coefficients of codes as operands B of tensor cores: query times a channel's scale, weight times a token's scale, in the
-// eight columns of an operand.
+// Coefficients of codes as operands B of tensor cores: query times a channel's scale, weight times a token's scale, in
+// the eight columns of an operand.
 //
-// A coefficient is rounded to float16, 11 bits. What rounding left of it goes, as another float16, to a column of its own
-// where four query rows leave as many columns free (BY_COLUMN), or to a product of its own (BY_PRODUCT): 22 bits. NONE
-// drops it.
+// A coefficient is rounded to float16, 11 bits. What rounding left of it goes, as another float16, to a column of its
+// own where four query rows leave as many columns free (BY_COLUMN), or to a product of its own (BY_PRODUCT): 22 bits.
+// NONE drops it.
 //
 // Numbers are normalized by powers of two to at most 2^15 while scales are at most 1, so that nothing overflows, and
 // what becomes subnormal is 2^-40 of the largest.
@@ -113,10 +113,10 @@ struct Coefficients {
     return out;
   }
 
-  // Adds the products of a row of eight float16 numbers a lane with all columns: what counts are rows 0..7 of `even` and
-  // rows 8..15 of `odd`. Loaded as they lie, numbers 0 1 4 5 are operand rows g and 2 3 6 7 operand rows g + 8, and the
-  // other rows of each product are of no use; to bring the numbers in order would take as many moves as tensor cores
-  // take steps.
+  // Adds the products of a row of eight float16 numbers a lane with all columns: what counts are rows 0..7 of `even`
+  // and rows 8..15 of `odd`. Loaded as they lie, numbers 0 1 4 5 are operand rows g and 2 3 6 7 operand rows g + 8, and
+  // the other rows of each product are of no use; to bring the numbers in order would take as many moves as tensor
+  // cores take steps.
   __device__ __forceinline__ void multiply_all(float* even, float* odd, const uint4& numbers) const {
     u32 a[4];
     unpack(a, numbers);

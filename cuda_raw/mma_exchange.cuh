@@ -10,22 +10,15 @@ struct __align__(16) Exchange {
   // Sums of lane 4 * g + t: of tokens 8 * b + g, b = 0..3, in columns 2 * t and 2 * t + 1; and what all tokens
   // share, `even` and `odd`.
   __device__ __forceinline__ void put(const float (*sums)[4], float even, float odd, int lane) {
+    const int g = lane / QUAD, t = lane % QUAD;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) place(j, r, lane) = sums[j][r];
-    if (lane < QUAD) {
-      offset[2 * lane] = even;
-      offset[2 * lane + 1] = odd;
+      for (int r = 0; r < 4; ++r) sum[2 * t + r % 2][8 * (2 * j + r / 2) + g] = sums[j][r];
+    if (g == 0) {
+      offset[2 * t] = even;
+      offset[2 * t + 1] = odd;
     }
-  }
-
-  // Adds to what the same lane put.
-  __device__ __forceinline__ void add(const float (*sums)[4], int lane) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) place(j, r, lane) += sums[j][r];
   }
 
   // Sums of lane 4 * g + t: of tokens 4 * g + 2 * j and 4 * g + 2 * j + 1.
@@ -43,10 +36,5 @@ struct __align__(16) Exchange {
     const float4 low = from[0], high = from[1];
     out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
     out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
-  }
-
- private:
-  __device__ __forceinline__ float& place(int j, int r, int lane) {
-    return sum[2 * (lane % QUAD) + r % 2][8 * (2 * j + r / 2) + lane / QUAD];
   }
 };

@@ -12,7 +12,7 @@ struct IntKeys {
   // In shared memory: the codes of 32 tokens, and of a page the channels' scales, then their zeros.
   static constexpr int SCALE_BYTES = 2 * CHUNK * CHUNKS, TILE_BYTES = CHUNKS * Chunk<BITS>::BYTES,
                        PAGE_BYTES = 2 * SCALE_BYTES;
-  static constexpr int EXCHANGES = 1;  // of a warp
+  static constexpr int TEAM_BYTES = 0, EXCHANGES = 1;  // kept for all pages of a team; of a warp
   template <Rest REST>
   static constexpr int QUERY_BYTES = CHUNKS * Coefficients<REST>::BYTES;  // of an operand's query rows
 
@@ -40,10 +40,9 @@ struct IntKeys {
 
   // Brings a page's scales to at most 1; the power of 2 by which products are too small then.
   template <class Team>
-  static __device__ __forceinline__ float normalize_page(u8* page) {
-    const int lane = threadIdx.x % 32;
-    if (!any_above<SCALE_BYTES / 4>(page, slack_below(0), lane)) return 1.f;
-    const int exponent = exponent_above_1(largest_half(page, SCALE_BYTES / 4, lane));
+  static __device__ __forceinline__ float prepare_page(u8* page, const u8*, u8*, const Scoring& with) {
+    if (!any_above<SCALE_BYTES / 4>(page, slack_below(0), with.lane)) return 1.f;
+    const int exponent = exponent_above_1(largest_half(page, SCALE_BYTES / 4, with.lane));
     Team::sync();
     const __half2 shrink = __float2half2_rn(power_of_2(-exponent));
     for (int at = Team::index(); at < SCALE_BYTES / 4; at += Team::size()) {
@@ -54,8 +53,8 @@ struct IntKeys {
     return power_of_2(exponent);
   }
 
-  // Writes the query rows of `warps` operands as coefficients, and what products with each are too large by. By the whole
-  // block.
+  // Writes the query rows of `warps` operands as coefficients, and what products with each are too large by. By the
+  // whole block.
   template <Rest REST>
   static __device__ __forceinline__ void load_queries(u8* to, QueryRow* row_of, const Queries& from, int warps,
                                                       const Shapes& shapes) {
@@ -83,7 +82,7 @@ struct IntKeys {
 
   // Products of an operand's query rows with the 32 tokens, as far as tensor cores make them.
   template <Rest REST>
-  static __device__ __forceinline__ void multiply(Exchange* exchange, const u8* tile, const u8* page,
+  static __device__ __forceinline__ void multiply(Exchange* exchange, const u8* tile, const u8* page, const u8*,
                                                   const u8* queries, const Scoring& with) {
     float sums[2][4] = {}, even[4] = {}, odd[4] = {};
     const u8* scale = page + GRANULE * with.t;
@@ -105,14 +104,15 @@ struct IntKeys {
     exchange->put(sums, even[0] + odd[2], even[1] + odd[3], with.lane);
   }
 
-  // Products of query row g % ROWS with tokens 8 * t .. 8 * t + 7, plane t; `growth` is of normalize_page().
+  // Products of query row g % ROWS with tokens 8 * t .. 8 * t + 7, plane t; `growth` is of prepare_page().
   template <Rest REST>
-  static __device__ __forceinline__ void finish(float* products, const Exchange* exchange, const u8*,
+  static __device__ __forceinline__ void finish(float* products, const Exchange* exchange, const u8*, const u8*,
                                                 const QueryRow& query, float growth, const Scoring& with) {
     constexpr int ROWS = Coefficients<REST>::ROWS;
     const int row = with.g % ROWS, t = with.t;
     const float factor = query.unscale * growth * power_of_2(CODE_EXPONENT - Chunk<BITS>::plane_shift(t));
-    const float offset = query.unscale * (exchange->offset[row] + (REST == BY_COLUMN ? exchange->offset[row + 4] : 0.f));
+    const float left_offset = REST == BY_COLUMN ? exchange->offset[row + 4] : 0.f;
+    const float offset = query.unscale * (exchange->offset[row] + left_offset);
     exchange->get(products, row, t);
 #pragma unroll
     for (int i = 0; i < 8; ++i) products[i] = fmaf(products[i], factor, offset);

@@ -119,7 +119,8 @@ struct IntValues {
                               power_of_2(CODE_EXPONENT - Chunk<BITS>::plane_shift(plane)));
 #pragma unroll
       for (int i = 0; i < ZERO_OPERANDS; ++i)
-        store_sum<REST>(out, pitch, column, CHUNK * BLOCKS + 8 * i + g, mix.zeros[i][0][odd] + mix.zeros[i][1][2 + odd]);
+        store_sum<REST>(out, pitch, column, CHUNK * BLOCKS + 8 * i + g,
+                        mix.zeros[i][0][odd] + mix.zeros[i][1][2 + odd]);
     }
   }
 

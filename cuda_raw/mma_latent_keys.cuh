@@ -1,10 +1,10 @@
 // Products of queries with 32 tokens on tensor cores, keys being integers with a scale and a zero for each group of a
 // token's channels.
 //
-// Units hold such codes for sums over tokens (docs/layout.md), so that a 32-bit word is four tokens of a channel of each
-// plane. Lane 4 * g + t takes tokens 4 * g .. 4 * g + 3 of channels t and t + 4 of each plane: the tokens become rows of
-// four operands, and two planes of a token are a pair of the contraction. Coefficients are divided by what the second of
-// them is too large by.
+// Units hold such codes for sums over tokens (docs/layout.md), so that a 32-bit word is four tokens of a channel of
+// each plane. Lane 4 * g + t takes tokens 4 * g .. 4 * g + 3 of channels t and t + 4 of each plane: the tokens become
+// rows of four operands, and two planes of a token are a pair of the contraction. Coefficients are divided by what the
+// second of them is too large by.
 #pragma once
 #include "attention.cuh"
 #include "mma_coefficients.cuh"
@@ -21,7 +21,7 @@ struct LatentKeys {
   static constexpr int TILE_BYTES = CODE_BYTES + 2 * CHUNKS * GROUP_BYTES, PAGE_BYTES = 0;
   // Coefficients, then the sum of the query over each group of channels, in columns.
   static constexpr int SUM_BYTES = 4 * COLUMNS * CHUNKS;
-  static constexpr int EXCHANGES = 1;  // of a warp
+  static constexpr int TEAM_BYTES = 0, EXCHANGES = 1;
   template <Rest REST>
   static constexpr int QUERY_BYTES = CHUNKS * Coefficients<REST>::BYTES + SUM_BYTES;
 
@@ -38,7 +38,7 @@ struct LatentKeys {
   template <class Team>
   static __device__ __forceinline__ void copy_page(u8*, const u8*, const SideSpec&) {}
   template <class Team>
-  static __device__ __forceinline__ float normalize_page(u8*) { return 1.f; }
+  static __device__ __forceinline__ float prepare_page(u8*, const u8*, u8*, const Scoring&) { return 1.f; }
 
   // See IntKeys.
   template <Rest REST>
@@ -76,7 +76,7 @@ struct LatentKeys {
   }
 
   template <Rest REST>
-  static __device__ __forceinline__ void multiply(Exchange* exchange, const u8* tile, const u8*,
+  static __device__ __forceinline__ void multiply(Exchange* exchange, const u8* tile, const u8*, const u8*,
                                                   const u8* queries, const Scoring& with) {
     const SideSpec& keys = with.shapes.keys;
     const int g = with.g, t = with.t, chunks = max(keys.group / CHUNK, 1);
@@ -119,7 +119,7 @@ struct LatentKeys {
   }
 
   template <Rest REST>
-  static __device__ __forceinline__ void finish(float* products, const Exchange* exchange, const u8*,
+  static __device__ __forceinline__ void finish(float* products, const Exchange* exchange, const u8*, const u8*,
                                                 const QueryRow& query, float, const Scoring& with) {
     const int row = with.g % Coefficients<REST>::ROWS, t = with.t;
     exchange->get(products, row, t);

@@ -21,8 +21,7 @@ struct Queries {
 
 // What a warp's lane scores with.
 struct Scoring {
-  const Queries& queries;
-  int own;                             // the lane's query row
+  const float* q;                      // the lane's query row
   const float *table, *outlier_table;  // S^T of the two parts of sketched keys with outlier channels
   const Shapes& shapes;
   int lane, g, t;  // lane = 4 * g + t

@@ -1,5 +1,5 @@
-// The threads that share pages in shared memory: a warp, which has pages of its own, or all of a block, whose warps have
-// other query rows of the same pages.
+// The threads that share pages in shared memory: a warp, which has pages of its own, or all of a block, whose warps
+// have other query rows of the same pages.
 #pragma once
 #include "mma_codes.cuh"
 
@@ -14,8 +14,8 @@ struct Team {
       __syncwarp();
   }
 
-  // f(x, first) for all x + first below `count`, at most MOST, in steps of the team: a warp has x < 32 and knows `first`
-  // when it is compiled, so that what depends on x alone is the same for all steps.
+  // f(x, first) for all x + first below `count`, at most MOST, in steps of the team: a warp has x < 32 and knows
+  // `first` when it is compiled, so that what depends on x alone is the same for all steps.
   template <int MOST, class F>
   static __device__ __forceinline__ void each(int count, const F& f) {
     if constexpr (BLOCK) {

@@ -51,35 +51,47 @@ WRONG = "error .*, limit|largest error|not equal|Arrays are not|Mismatched"
 UNORDERED = "RACE|UNINITIALISED"
 BUGS = {
     "copies that are not waited for": Bug(turns, "    copy_wait<0>();\n", "", UNORDERED),
-    "no barrier between warps and the next page": Bug(together, "    Members::sync();  // what", "    // what", UNORDERED),
+    "no barrier between warps and the next page": Bug(
+        together, "    Members::sync();  // what", "    // what", UNORDERED
+    ),
     "no barrier between lanes and the next page": Bug(turns, "    Members::sync();  // what", "    // what", UNORDERED),
     "no barrier before scores change lanes": Bug(turns, "    __syncwarp();\n\n    float", "    float", UNORDERED),
-    "no barrier before parts lie where pages did": Bug(turns, "  __syncthreads();\n  OwnPart*", "  OwnPart*", UNORDERED),
+    "no barrier before parts lie where pages did": Bug(
+        turns, "  __syncthreads();\n  OwnPart*", "  OwnPart*", UNORDERED
+    ),
     "no barrier before parts are joined": Bug(turns, "  __syncthreads();\n  parts +=", "  parts +=", UNORDERED),
     "no barrier after scales are made smaller": Bug(
         together, "    Team::sync();\n    return power_of_2", "    return power_of_2", UNORDERED
     ),
     "one place for the scales of pages": Bug(turns, "next.tile == 0 ? slot ^ 1 : slot", "slot", f"{UNORDERED}|{WRONG}"),
-    "a page too many": Bug(turns, "visited = (any_sees + p - 1) / p", "visited = any_sees / p + 1", f"{UNORDERED}|{WRONG}"),
+    "a page too many": Bug(
+        turns, "visited = (any_sees + p - 1) / p", "visited = any_sees / p + 1", f"{UNORDERED}|{WRONG}"
+    ),
     "pages from the second on": Bug(turns, "shapes.capacity + first_page)", "shapes.capacity + first_page + 1)", WRONG),
     "one token of the future": Bug(turns, "if (position >= seen)", "if (position > seen)", WRONG),
     "tokens of another tile": Bug(turns, "at.page * p + CHUNK * at.tile;", "at.page * p;", WRONG),
     "no rescale of the mix": Bug(turns, "Values::rescale(mix, ", "(void)(", WRONG),
     "no rescale of the sum": Bug(turns, "softmax.total *= decay;", "", WRONG),
-    "no rescale of the parts": Bug(turns, "fmaf(exp2_fast(parts[w].largest[r] - shift), number", "fmaf(1.f, number", WRONG),
+    "no rescale of the parts": Bug(
+        turns, "fmaf(exp2_fast(parts[w].largest[r] - shift), number", "fmaf(1.f, number", WRONG
+    ),
     "a mask of half a warp": Bug(
         turns, "__shfl_xor_sync(ALL_LANES, top, 2)", "__shfl_xor_sync(0xffffu, top, 2)", "not in its own mask"
     ),
     "decays of other columns": Bug(turns, "decay, 8 * t + 4)", "decay, 8 * t)", WRONG),
     "scales that stay small": Bug(turns, "query.unscale * growth", "query.unscale", WRONG),
     "rests of queries left out": Bug(turns, "fmaf(left[i], factor, products[i])", "products[i]", WRONG),
-    "rests of weights left out": Bug(together, "if (REST == BY_PRODUCT) mma_f16(sums", "if (false) mma_f16(sums", WRONG),
-    "codes found elsewhere than put": Bug(
-        turns, "Chunk<BITS>::swizzle(x, first), from", "(x + first), from", WRONG
+    "rests of weights left out": Bug(
+        together, "if (REST == BY_PRODUCT) mma_f16(sums", "if (false) mma_f16(sums", WRONG
     ),
+    "codes found elsewhere than put": Bug(turns, "Chunk<BITS>::swizzle(x, first), from", "(x + first), from", WRONG),
     "zeros of another part": Bug(turns, "scale + (PARTS + g) * PART_BYTES", "scale + g * PART_BYTES", WRONG),
-    "outlier channels added once more": Bug(sketches, "shapes.sketch_width, -shapes.factor", "shapes.sketch_width, 0.f", WRONG),
-    "norms of another plane": Bug(sketches, "norms[8 * plane + g]", "norms[8 * plane]", WRONG),
+    "outlier channels left in": Bug(sketches, "Inner::norm(tile, token) * (inner_unit * in)", "0.f", WRONG),
+    "columns of the first page for all": Bug(
+        sketches, "(found | found >> 2) & 0x11111111u", "columns->channels[0] ? 0x11111111u : 0", WRONG
+    ),
+    "columns that are not there yet": Bug(sketches, "    }\n    Team::sync();", "    }", UNORDERED),
+    "norms of another plane": Bug(sketches, "token = 8 * plane + with.g", "token = with.g", WRONG),
     "an offset of 32 bits": Bug(
         far_apart,
         "pages + (((i64)row * shapes.h + head) * shapes.capacity + first_page) * shapes.record_bytes",
