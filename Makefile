@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 VALIDATE_ARGS ?=
+KERNELS_ARGS ?=
 # How long one rival may take to install and build.
 BUILD_SECONDS ?= 1800
 
@@ -27,7 +28,7 @@ export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/numba-cache
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo validate test test-full test-tiers check format bench bench-rivals gpu gpu-run clean
+.PHONY: help setup demo validate test test-full test-tiers check format bench bench-rivals gpu gpu-run kernels clean
 
 help:
 	@echo 'make setup      create .venv with everything that kvsketch, its demo and its tests need'
@@ -41,6 +42,7 @@ help:
 	@echo 'make bench      a short set of benchmarks (4 minutes on 2 cores); writes reports/bench/*.json'
 	@echo 'make bench-rivals  generation against quantized caches and llama.cpp, in .venv-bench (30 minutes)'
 	@echo 'make gpu        on a machine with a CUDA GPU: parity, bandwidth, generation (8 minutes); writes reports/gpu.*'
+	@echo 'make kernels    compile all CUDA kernels for seven architectures, without a GPU (5 minutes on 2 cores at first)'
 	@echo 'make clean      remove .venv, .venv-*, caches, build outputs and reports'
 
 setup: $(READY)
@@ -152,6 +154,11 @@ $(VENV)/cuda%.stamp: $(READY)
 	@echo '== Installing CuPy and the compiler and headers of CUDA: kvsketch[cuda$*]'
 	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[cuda$*]' 'cupy-cuda$*x[ctk]'
 	@touch $@
+
+# KERNELS_ARGS=--all prints a line for each architecture. What was compiled once is kept.
+kernels: $(READY)
+	@mkdir -p reports
+	@$(BIN)/python -m benchmarks kernels --json reports/kernels.json $(KERNELS_ARGS)
 
 clean:
 	@echo '== Removing .venv, .venv-*, caches, build outputs and reports'

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.gpu.command import gpu
+from benchmarks.kernels import kernels
 from benchmarks.machine import core_count, describe_machine, set_threads
 from benchmarks.show import shows
 from benchmarks.subjects import ANCHOR, SUBJECTS, Shape, parse_subject
@@ -375,6 +376,7 @@ def generate(
 
 app.command()(shows)
 app.command()(gpu)
+app.command()(kernels)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 __device__ __forceinline__ void mma_f16(float* d, const u32* a, const u32* b) { cuda_host::mma_f16(d, a, b); }
 __device__ __forceinline__ void mma_bf16(float* d, const u32* a, const u32* b) { cuda_host::mma_bf16(d, a, b); }
 __device__ __forceinline__ void mma_s8(int* d, const u32* a, const u32* b) { cuda_host::mma_s8(d, a, b); }
+__device__ __forceinline__ void mma_u8_s8(int* d, const u32* a, const u32* b) { cuda_host::mma_u8_s8(d, a, b); }
 __device__ __forceinline__ void mma_b1_and(int* d, const u32* a, const u32* b) { cuda_host::mma_b1_and(d, a, b); }
 __device__ __forceinline__ void load_matrices(u32* r, const void* row) { cuda_host::ldmatrix_x4(r, row); }
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
@@ -17,6 +18,9 @@ __device__ __forceinline__ void copy_wait() { cuda_host::cp_async_wait(KEEP); }
 __device__ __forceinline__ float mul_exact(float a, float b) { return a * b; }
 __device__ __forceinline__ float add_exact(float a, float b) { return a + b; }
 __device__ __forceinline__ float max_or_nan(float a, float b) { return a != a || a > b ? a : b; }
+__device__ __forceinline__ float exp2_fast(float x) { return exp2f(x); }
+template <class T>
+__device__ __forceinline__ T* kept_pointer(T* x) { return x; }
 
 #else
 
@@ -41,6 +45,14 @@ __device__ __forceinline__ void mma_bf16(float* d, const u32* a, const u32* b) {
 __device__ __forceinline__ void mma_s8(int* d, const u32* a, const u32* b) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d (16, 8) += a (16, 32) of bytes without a sign, b (32, 8) of signed ones.
+__device__ __forceinline__ void mma_u8_s8(int* d, const u32* a, const u32* b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -84,6 +96,20 @@ __device__ __forceinline__ float add_exact(float a, float b) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
   return sum;
+}
+
+// 2 to the power of x within 2^-22; what is below 2^-126 becomes 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A pointer that is computed once and kept in a register, though the compiler would compute it anew at each use.
+template <class T>
+__device__ __forceinline__ T* kept_pointer(T* x) {
+  asm("" : "+l"(x));
+  return x;
 }
 
 // The larger number, or NaN when either is NaN; fmaxf drops NaN.

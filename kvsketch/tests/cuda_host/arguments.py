@@ -12,6 +12,7 @@ from kvsketch.tests.cuda_host.arrays import ndarray
 from kvsketch.tests.cuda_host.devices import devices
 from kvsketch.tests.cuda_host.memory import extent, footprint, mark_written, written_flags
 from kvsketch.tests.cuda_host.toolchain import CudaHostError
+from kvsketch.tests.cuda_host.traffic import Counter
 
 #: The letter of device/launch.hpp for a NumPy dtype kind; structs for the others.
 LETTERS = {"f": "f", "i": "i", "u": "u", "b": "u"}
@@ -60,15 +61,19 @@ class Passed:
         # The runtime keeps their addresses for as long as it runs.
         self.flags: np.ndarray | None = None
         self.covered: np.ndarray | None = None
+        self.counter: Counter | None = None
 
-    def declare(self, runtime: Any) -> None:
-        """Tell the runtime what memory this argument lets the kernel touch."""
+    def declare(self, runtime: Any, *, counted: bool) -> None:
+        """Tell the runtime what memory this argument lets the kernel touch, and whether to count what it does."""
         if self.array is None or not self.array.size:
             return
         start, end = extent(self.array)
         self.flags, self.covered = written_flags(self.array), footprint(self.array)
         addresses = (None if of is None else of.ctypes.data for of in (self.flags, self.covered))
         runtime.cuda_host_add_argument(start, end - start, self.name.encode(), int(self.read_only), *addresses)
+        if counted:
+            self.counter = Counter(end - start)
+            runtime.cuda_host_count_argument(*self.counter.addresses())
 
     def mark_written(self) -> None:
         """After an unchecked launch: what was not written before is taken to be now."""

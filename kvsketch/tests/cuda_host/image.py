@@ -22,7 +22,7 @@ MODE_FLAGS = {
     "fast": ("-O2",),
     # Instrumented for two sanitizers, but linked to the runtime's hooks instead of their libraries.
     "check": (
-        *("-O1", "-fsanitize=thread"),
+        *("-O1", "-DCUDA_HOST_CHECKED", "-fsanitize=thread"),
         "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow,null",
     ),
 }

@@ -14,6 +14,7 @@ from kvsketch.tests.cuda_host.image import Image, Kernel
 from kvsketch.tests.cuda_host.modes import execution
 from kvsketch.tests.cuda_host.runtime import Launch, located, options_of, runtime_library
 from kvsketch.tests.cuda_host.toolchain import CudaHostError
+from kvsketch.tests.cuda_host.traffic import ArrayTraffic, LaunchTraffic, recorded
 
 #: The largest grid along x, y and z, the largest block, and the most threads of a block.
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -96,6 +97,9 @@ class HostFunction:
         self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], *, shared_mem: int = 0
     ) -> None:
         """Run the kernel to its end; CudaHostError says what was wrong, and where."""
+        traffic = recorded()
+        if traffic is not None and execution().mode != "check":
+            raise CudaHostError(f'{self._name}: traffic is counted where accesses are checked; use running("check")')
         kernel = self._kernel()
         sizes = self._checked_sizes(grid, block, kernel.own_shared_bytes, shared_mem)
         passed = convert(self._name, kernel.parameters, args, takes_numpy=self._module.takes_numpy)
@@ -110,7 +114,7 @@ class HostFunction:
             for address, size, name in kernel.shared:
                 runtime.cuda_host_add_shared(address, size, name.encode())
             for each in passed:
-                each.declare(runtime)
+                each.declare(runtime, counted=traffic is not None)
             failed = kernel.entry(ctypes.byref(launch))
             message = runtime.cuda_host_message().decode(errors="replace") if failed else ""
         counts.launches += 1
@@ -119,6 +123,13 @@ class HostFunction:
         if execution().mode == "fast":
             for each in passed:
                 each.mark_written()
+        if traffic is not None:
+            arrays = (
+                ArrayTraffic(position, each.name, *each.counter.found())
+                for position, each in enumerate(passed)
+                if each.counter is not None
+            )
+            traffic.append(LaunchTraffic(self._name, tuple(arrays)))
 
     def _checked_sizes(
         self, grid: tuple[int, ...], block: tuple[int, ...], own_shared: int, dynamic_shared: int

@@ -69,7 +69,7 @@ def compile_for(
     results: dict[tuple[int, str], Compiled] = {}
     for architecture in architectures:
         own = tuple(options(architecture) if callable(options) else options)
-        ingredients = [code, str(architecture), *name_expressions, *own, *OPTIONS, _version()]
+        ingredients = [code, str(architecture), *name_expressions, *own, *OPTIONS, version()]
 
         def build(_: Path, target: Path, architecture: int = architecture, own: tuple[str, ...] = own) -> None:
             found = _compile(code, name_expressions, architecture, own)
@@ -93,7 +93,8 @@ def _call(name: str, *args: Any) -> Any:
     return results[0] if results else None
 
 
-def _version() -> str:
+def version() -> str:
+    """Of NVRTC and of NVIDIA's headers."""
     return f"{_nvrtc().nvrtcVersion()[1:]} {cuda_versions()}"
 
 

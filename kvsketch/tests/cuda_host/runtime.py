@@ -77,8 +77,9 @@ def runtime_library() -> tuple[Path, Any]:
     library.cuda_host_set_options.argtypes = [ctypes.POINTER(Options)]
     library.cuda_host_set_image.argtypes = [pointer, pointer]
     library.cuda_host_add_argument.argtypes = [pointer, ctypes.c_size_t, text, ctypes.c_int, pointer, pointer]
+    library.cuda_host_count_argument.argtypes = [pointer] * 4
     library.cuda_host_add_shared.argtypes = [pointer, ctypes.c_size_t, text]
-    for name in ("set_options", "set_image", "add_argument", "add_shared"):
+    for name in ("set_options", "set_image", "add_argument", "count_argument", "add_shared"):
         getattr(library, f"cuda_host_{name}").restype = None
     return path, library
 

@@ -214,6 +214,13 @@ def installed(**pretended: Any) -> Iterator[Any]:
 
         yield cupy
         return
+    with standing_in(**pretended) as module:
+        yield module
+
+
+@contextmanager
+def standing_in(**pretended: Any) -> Iterator[Any]:
+    """``import cupy`` inside: the stand-in, whatever is there, with devices as in `pretending`."""
     modules = make()
     before = {name: sys.modules.get(name) for name in modules}
     with pretending(**pretended):

@@ -106,24 +106,24 @@ CUDA_HOST_FOLD(SignedMin, 0x7fffffff, r < v ? r : v)
 
 // A segment of `width` lanes, a power of two, shuffles among its own lanes.
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUDA_HOST_PLACE) {
+CUDA_HOST_INLINED T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUDA_HOST_PLACE) {
   source = (cuda_host::lane() & ~(width - 1)) | (source & (width - 1));
   return cuda_host::shuffle<T>(mask, value, source, "__shfl_sync", file, line);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32, CUDA_HOST_PLACE) {
+CUDA_HOST_INLINED T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32, CUDA_HOST_PLACE) {
   int lane = cuda_host::lane(), source = lane ^ flip;
   if ((source & ~(width - 1)) > (lane & ~(width - 1))) source = lane;
   return cuda_host::shuffle<T>(mask, value, source, "__shfl_xor_sync", file, line);
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned apart, int width = 32, CUDA_HOST_PLACE) {
+CUDA_HOST_INLINED T __shfl_down_sync(unsigned mask, T value, unsigned apart, int width = 32, CUDA_HOST_PLACE) {
   int lane = cuda_host::lane(), source = lane + (int)apart;
   if (source > (lane | (width - 1))) source = lane;
   return cuda_host::shuffle<T>(mask, value, source, "__shfl_down_sync", file, line);
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned apart, int width = 32, CUDA_HOST_PLACE) {
+CUDA_HOST_INLINED T __shfl_up_sync(unsigned mask, T value, unsigned apart, int width = 32, CUDA_HOST_PLACE) {
   int lane = cuda_host::lane(), source = lane - (int)apart;
   if (source < (lane & ~(width - 1))) source = lane;
   return cuda_host::shuffle<T>(mask, value, source, "__shfl_up_sync", file, line);

@@ -5,6 +5,7 @@
 
 #include "shadow.hpp"
 #include "state.hpp"
+#include "traffic.hpp"
 
 namespace cuda_host {
 
@@ -24,6 +25,7 @@ struct Window {  // an argument or a shared array
   uint8_t* initialised;      // a flag a byte, or nullptr: all
   const uint8_t* footprint;  // a flag a byte, or nullptr: all; zero between the elements of a strided array
   Region* region;
+  TrafficCounter read, written;
 };
 static std::vector<Window> arguments, shared_arrays;
 static std::list<Region> regions;
@@ -38,7 +40,7 @@ void* dynamic_shared() { return dynamic_start; }
 static void add_shared(uintptr_t start, size_t bytes, const std::string& name) {
   shared_flags.emplace_back(bytes);
   regions.push_back({start, start + bytes, true, {}});
-  shared_arrays.push_back({start, bytes, name, false, true, shared_flags.back().data(), nullptr, &regions.back()});
+  shared_arrays.push_back({start, bytes, name, false, true, shared_flags.back().data(), nullptr, &regions.back(), {}, {}});
 }
 
 void start_grid(unsigned shared_bytes) {
@@ -200,6 +202,8 @@ void check_access(uintptr_t address, size_t bytes, Access kind, bool aligned, ui
                        (size_t)((const uint8_t*)first - flags), window->name.c_str());
     if (kind != Access::READ) memset(flags + at, 1, bytes);
   }
+  if (kind != Access::WRITE) window->read.add(at, bytes, me->block);
+  if (kind != Access::READ) window->written.add(at, bytes, me->block);
   if (options.preempt_ppm && (int)(random_number() % 1000000) < options.preempt_ppm) {
     make_ready((int)me->thread.linear);
     run_another(me);
@@ -238,7 +242,13 @@ CUDA_HOST_API void cuda_host_set_image(void* start, void* end) {
 }
 CUDA_HOST_API void cuda_host_add_argument(void* start, size_t bytes, const char* name, int read_only,
                                           uint8_t* initialised, const uint8_t* footprint) {
-  arguments.push_back({(uintptr_t)start, bytes, name, read_only != 0, false, initialised, footprint, nullptr});
+  arguments.push_back({(uintptr_t)start, bytes, name, read_only != 0, false, initialised, footprint, nullptr, {}, {}});
+}
+// Counts what is done with the argument that was added last.
+CUDA_HOST_API void cuda_host_count_argument(Traffic* read, uint32_t* reading_blocks, Traffic* written,
+                                            uint32_t* writing_blocks) {
+  arguments.back().read = {read, reading_blocks};
+  arguments.back().written = {written, writing_blocks};
 }
 CUDA_HOST_API void cuda_host_add_shared(void* start, size_t bytes, const char* name) {
   add_shared((uintptr_t)start, bytes, std::string("__shared__ ") + name);
