@@ -5,9 +5,12 @@
 #include "mma_latent_keys.cuh"
 #include "mma_outlier_keys.cuh"
 
-// Blocks have up to that many threads; where a warp's mix is small enough for two blocks of half as many, or for one of
-// all, a thread has 128 registers.
-constexpr int MOST_THREADS = 512, SMALL_MIX = 48;
+// A block's threads at most, so that they have the registers they need: 128 where a warp's mix is of few numbers, 168
+// where keys have outlier channels besides, else 255.
+constexpr int SMALL_MIX = 48;
+template <class Keys, class Values>
+constexpr int MOST_THREADS =
+    sizeof(typename Values::Mix) > 4 * SMALL_MIX ? 256 : Keys::EXCHANGES > 1 ? 384 : 512;
 
 // A query row's softmax so far. Weights are relative to `largest` and times 2^headroom, which leaves them room for the
 // scales of values: see mma_coefficients.cuh.
@@ -32,13 +35,9 @@ struct Place {
   }
 };
 
-template <class Keys, class Values>
-constexpr int THREADS =
-    sizeof(typename Values::Mix) <= 4 * SMALL_MIX && Keys::EXCHANGES == 1 ? MOST_THREADS : MOST_THREADS / 2;
-
 // Warps of a block take turns with pages, or (BLOCK) have all the same pages and other query rows.
 template <class Keys, class Values, int TILES, Rest REST, bool BLOCK>
-__global__ void __launch_bounds__(THREADS<Keys, Values>, 1)
+__global__ void __launch_bounds__(MOST_THREADS<Keys, Values>, 1)
     attend_pages_mma(const float* __restrict__ q, const float* __restrict__ sketched, const float* __restrict__ table,
                      const float* __restrict__ outlier_table, const u8* __restrict__ pages,
                      const i64* __restrict__ counts, const i64* __restrict__ limits, const float* __restrict__ bias,

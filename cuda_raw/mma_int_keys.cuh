@@ -90,7 +90,7 @@ struct IntKeys {
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
       u32 words[Chunk<BITS>::VECTORS][2], a[2][2][4];
       Chunk<BITS>::load(words, tile + chunk * Chunk<BITS>::BYTES, with.lane);
-      Chunk<BITS>::operands(a, words);
+      Chunk<BITS>::operands(a, words, with.lane);
       Coefficients<REST> query;
       query.load(queries + chunk * Coefficients<REST>::BYTES, with.lane);
       const Operands<REST> b = query.times(load_16(scale + 2 * CHUNK * chunk));

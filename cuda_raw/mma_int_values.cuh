@@ -76,7 +76,7 @@ struct IntValues {
     for (int block = 0; block < BLOCKS; ++block) {
       u32 words[Chunk<BITS>::VECTORS][2], a[2][2][4];
       Chunk<BITS>::load(words, tile + block * Chunk<BITS>::BYTES, lane);
-      Chunk<BITS>::operands(a, words);
+      Chunk<BITS>::operands(a, words, lane);
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane) {
         if (WHOLE && plane > 0) break;

@@ -58,7 +58,7 @@ struct LatentKeys {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int plane = i % PLANES, channel = CHUNK * chunk + 8 * plane + lane % QUAD + 4 * (i / PLANES);
-        numbers[i] = from.number(from.q, row, channel, d) * scale * power_of_2(-Codes::plane_shift(plane));
+        numbers[i] = from.number(from.q, row, channel, d) * scale * power_of_2(-plane_shift(plane));
       }
       Coefficients<REST> coefficients;
       coefficients.set(numbers, g);
@@ -130,6 +130,11 @@ struct LatentKeys {
   }
 
  private:
+  // Where the codes of a plane lie in their byte.
+  static __device__ __forceinline__ int plane_shift(int b) {
+    return BITS == 1 ? b : BITS == 2 ? 2 * b : BITS == 3 ? 4 * (b / 2) : BITS == 4 ? 4 * (b % 2) : 0;
+  }
+
   static __device__ __forceinline__ void read(float* out, const u8* four_halves) {
     const uint2 words = *reinterpret_cast<const uint2*>(four_halves);
     const float2 low = __half22float2(as_halves(words.x)), high = __half22float2(as_halves(words.y));

@@ -19,6 +19,7 @@ from kvsketch.testing import assert_same
 from kvsketch.tests.cuda_attention_cases import MASKS, attend_on_device, mask_options, queries, row_of
 from kvsketch.tests.cuda_host import running
 from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.tests.cuda_host.stand_in import available
 from kvsketch.tests.page_cases import DTYPES, attend_exactly, make_numbers, make_view, stored_numbers
 
 TOKENS = (1, 31, 32, 33, 257, 700)
@@ -27,10 +28,11 @@ ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def limit_of(keys: Codec, coefficients: str) -> float:
-    """Relative L2 error against float64 that coefficients may add."""
+    """Relative L2 error against float64 that coefficients may add, and what tensor cores cut off if they are real."""
+    cut = 5e-5 if available() else 0.0
     if isinstance(keys, SignSketch):
-        return 1e-2 if coefficients == "int8" else 2e-5
-    return 1e-3 if coefficients == "int8" else 2e-6
+        return 1e-2 if coefficients == "int8" else 2e-5 + cut
+    return 1e-3 if coefficients == "int8" else 2e-6 + cut
 
 
 def relative_error(actual: Any, exact: Any) -> float:
@@ -133,7 +135,7 @@ def test_numbers_of_any_size(cupy: Any, monkeypatch: pytest.MonkeyPatch, name: s
     scale = WIDTH**-0.5 / (1.0 if name == "channels of several sizes" else usual)
     with running("fast"):
         actual = attend_on_device(cupy, q, view, scale=scale)
-    assert relative_error(actual, attend_exactly(q, tokens, scale=scale)[0]) <= 2e-5
+    assert relative_error(actual, attend_exactly(q, tokens, scale=scale)[0]) <= 2e-5 + limit_of(KIVI, "int16")
 
 
 @needs_compiler
@@ -146,7 +148,7 @@ def test_a_query_that_sees_nothing_and_one_that_sees_a_token(cupy: Any) -> None:
             actual = attend_on_device(cupy, q, view, limits=np.array(limits))
         expected = attend_exactly(q, tokens, limits=np.array(limits))[0]
         assert (actual[0, 0, 0] == 0).all()
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,9 @@ def test_blocks_fit_every_architecture(keys: Codec, architecture: int) -> None:
                 assert min(rows, 8) <= kernel.queries or (rows <= 4 and kernel.queries == 4)
 
 
-def test_pages_are_read_once_for_up_to_128_query_rows() -> None:
+def test_how_many_query_rows_share_what_is_read() -> None:
     for keys in (KIVI, SKETCH):
         kernel = Mma(keys, KIVI, 128, 128, 8, 16).kernel(90)
         assert (kernel.queries, kernel.threads) == (128, 512)
+    assert Mma(OUTLIERS, KIVI, 128, 128, 8, 16).kernel(90).queries == 96
+    assert Mma(KIVI, KIVI, 128, 256, 8, 16).kernel(90).queries == 64
