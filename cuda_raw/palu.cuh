@@ -1,10 +1,10 @@
 // What the kernels of attention over latents share: the sizes that they are given, a block's run of tokens, and which
 // channel of a key stands where.
 //
-// The cache is one of latents with one head, as attention.cuh has it: Q is all query heads times s, and partial results
-// are mixes of value latents. Channels of rebuilt keys are taken in blocks of 32, as four tiles of 8 columns, ordered so
-// that RoPE turns column c of tile 2 n against column c of tile 2 n + 1, and that columns 2 t, 2 t + 1 of all tiles are
-// neighbours in the tables.
+// The cache is one of latents with one head, as attention.cuh has it: Q is all query heads times s, and partial
+// results are mixes of value latents. Channels of rebuilt keys are taken in blocks of 32, as four tiles of 8 columns,
+// ordered so that RoPE turns column c of tile 2 n against column c of tile 2 n + 1, and that columns 2 t, 2 t + 1 of
+// all tiles are neighbours in its tables.
 #pragma once
 #include "attention.cuh"
 #include "values_simt.cuh"
@@ -66,8 +66,8 @@ struct SideRun {
     return side(token) + (i64)within(token) * spec.width * number_bytes(spec);
   }
 
-  // v[p][r] = channel 32 * block + 8 * p + i of token `token` + r, for lane 4 * i + t; `token` is a multiple of 4. 0 for
-  // tokens that are not there; channels that are not there may have any finite number.
+  // v[p][r] = channel 32 * block + 8 * p + i of token `token` + r, for lane 4 * i + t; `token` is a multiple of 4. 0
+  // for tokens that are not there; channels that are not there may have any finite number.
   template <class Reader>
   __device__ __forceinline__ void read(float (*v)[QUAD], int token, int block, const SideSpec& spec) const {
     if (token < tokens) {
@@ -89,15 +89,16 @@ struct LatentRun {
   i64 position;  // of the first token in its row
 };
 
-// The tokens of split `split`, of the launch over pages (`keys` are pages) or of that over exact tokens, in which first
-// tokens come before the window.
+// The tokens of split `split`, of the launch over pages (`keys` are pages) or of that over exact tokens, in which
+// first tokens come before the window.
 __device__ __forceinline__ LatentRun latent_run(const u8* keys, const u8* values, const u8* window_keys,
                                                 const u8* window_values, int row, int split, const RowCounts& counts,
                                                 const Shapes& shapes, const Rebuild& rebuild) {
   const bool of_sinks = split < shapes.sink_splits;
   if (!rebuild.exact) {
     const i64 first = (i64)split * shapes.pages_per_split;
-    const int p = shapes.keys.tokens, tokens = (int)max(min((i64)shapes.pages_per_split, counts.pages - first), 0ll) * p;
+    const int p = shapes.keys.tokens;
+    const int tokens = (int)max(min((i64)shapes.pages_per_split, counts.pages - first), 0ll) * p;
     const u8* record = keys + (row * shapes.capacity + first) * shapes.record_bytes;
     return {{record, shapes.record_bytes, p, tokens, shapes.keys.kind == EXACT},
             {record + shapes.keys.nbytes, shapes.record_bytes, p, tokens, shapes.values.kind == EXACT},
@@ -121,8 +122,8 @@ __device__ __forceinline__ i64 table_row(const i64* positions, int row, i64 posi
   return rebuild.longest ? positions[row * rebuild.longest + position] : position;
 }
 
-// Calls use.with<Type>(): the Unit of a number of bits, or what reads a side, see values_simt.cuh, which is the same for
-// keys that are latents. (NVRTC takes no lambdas for device functions.)
+// Calls use.with<Type>(): the Unit of a number of bits, or what reads a side, see values_simt.cuh, which is the same
+// for keys that are latents. (NVRTC takes no lambdas for device functions.)
 template <class Use>
 __device__ __forceinline__ void with_unit(int bits, const Use& use) {
   switch (bits) {

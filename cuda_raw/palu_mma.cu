@@ -1,9 +1,12 @@
 // Attention over latents on tensor cores. A block takes a run of tokens in tiles of 32 * groups, for all heads: latents
-// become bytes in shared memory, each warp multiplies 32 of their tokens by 32 rows of the matrix of a head, in integers,
-// and keys go from there to scores without leaving its registers: scaled, with bias, norm and RoPE, split in two bfloat16
-// numbers each and multiplied by the queries likewise. Weights of a tile become bytes too, and mix the value latents.
+// become bytes in shared memory, each warp multiplies 32 of their tokens by 32 rows of the matrix of a head, in
+// integers, and keys go from there to scores without leaving its registers: scaled, with bias, norm and RoPE, split in
+// two bfloat16 numbers each and multiplied by the queries likewise. Weights of a tile become bytes too, and mix the
+// value latents.
 //
-// The matrix comes as pack_matrix makes it, PLANES bytes a number, and is read by all tiles from the second-level cache.
+// The matrix comes as pack_matrix makes it, one or two bytes a number, and every tile reads it from the second-level
+// cache. Errors: two bytes leave 2^-16 of the largest number of a row of the matrix, of a token's latents where these
+// are not codes of one group, and of a tile's largest weight; a single byte 2^-8. Sums and all else are float32.
 #include "palu_keys.cuh"
 
 constexpr int SCORE_PAD = 4;  // keeps four scores of a column together, and apart from those of other columns
@@ -46,18 +49,19 @@ struct Room {
   }
 };
 
-// Scores of a warp's 32 tokens with all queries, for the heads that the warp has, from `head` on.
+// Scores of a warp's 32 tokens with all queries, for the heads that the warp has, every so many from `head` on.
 template <int KEY_PLANES, int PLANES_OF_BYTES>
 __device__ __forceinline__ void score_tokens(const Room& room, int group, int head, const uint4* q, const uint4* matrix,
                                              const float2* columns, const float* key_bias, const float* norm,
                                              const float* cos, const float* sin, const Shapes& shapes,
                                              const Rebuild& rebuild) {
   const int steps = round_up(shapes.keys.width, LANES) / LANES, first = LANES * group;
+  const int warps = MMA_WARPS / rebuild.groups;  // that share the tokens: by heads or, of queries, by blocks
   const int each = shapes.queries / rebuild.heads, tiles = (each + 7) / 8;
   const TokenScales tokens = {room.keys().scale + first, room.keys().zero + first};
   const u32* words = room.words() + 2 * group * steps * KEY_PLANES * 128;
-  for (int block = 0; block < rebuild.blocks; ++block)
-    for (int of = head; of < rebuild.heads; of += MMA_WARPS / rebuild.groups) {
+  for (int block = rebuild.whole ? head : 0; block < rebuild.blocks; block += rebuild.whole ? warps : 1)
+    for (int of = rebuild.whole ? 0 : head; of < rebuild.heads; of += warps) {
       const int place = of * rebuild.blocks + block;
       float* scores = room.scores() + of * each * room.pitch + first;
       Keys keys;
@@ -109,8 +113,8 @@ __device__ __noinline__ void weigh_column(Room room, int column, int count, int 
     const float scaled = weight == 0.f ? 0.f : weight * scale;
     scores[t] = scaled;
     total += weight;
-    // What has a scale follows below, with weights as they are rounded: the errors of codes and zero then cancel as the
-    // numbers do that the two are made of.
+    // What has a scale follows below, with weights as they are rounded: errors then come with numbers, which vary
+    // around 0, and not with their codes, which do not.
     if (weight != 0.f && !(scale > 0.f)) zero = fmaf(weight, room.values().zero[t], zero);
     peak = fmaxf(peak, fabsf(scaled));
   }
@@ -184,9 +188,9 @@ __device__ __forceinline__ void mix_tokens(const Room& room, float* mix, bool be
   }
 }
 
-// Grid (splits, 1, rows). `q` (b, fragments) as split_queries makes them and `matrix` with `columns` as pack_matrix does,
-// one for all rows or, where latents are scored as they are, one for each: of its queries. `skip` (b) are the counts of
-// true first tokens. Arrays that are not there are one number each.
+// Grid (splits, 1, rows). `q` (b, fragments) as split_queries makes them and `matrix` with `columns` as pack_matrix
+// does, one for all rows or, where latents are scored as they are, one for each: of its queries. `skip` (b) are the
+// counts of true first tokens. Arrays that are not there are one number each. The last number is palu_simt.cu's.
 template <int KEY_PLANES, int VALUE_PLANES, int PLANES_OF_BYTES>
 __global__ void __launch_bounds__(MMA_THREADS, KEY_PLANES + VALUE_PLANES == 2 ? 2 : 1)
     attend_latents_mma(const uint4* __restrict__ q, const u8* __restrict__ keys, const u8* __restrict__ values,
@@ -195,14 +199,14 @@ __global__ void __launch_bounds__(MMA_THREADS, KEY_PLANES + VALUE_PLANES == 2 ? 
                        const float* __restrict__ bias, const uint4* __restrict__ matrix,
                        const float2* __restrict__ columns, const float* __restrict__ key_bias,
                        const float* __restrict__ norm, const float* __restrict__ cos, const float* __restrict__ sin,
-                       const i64* __restrict__ positions, float* partial, int, const __grid_constant__ Shapes shapes,
-                       const __grid_constant__ Rebuild rebuild) {
-  const int warp = threadIdx.x / LANES, row = blockIdx.z, split = blockIdx.x + (rebuild.exact ? shapes.page_splits : 0);
+                       const i64* __restrict__ positions, float* partial, int,
+                       const __grid_constant__ Shapes shapes, const __grid_constant__ Rebuild rebuild) {
+  const int warp = threadIdx.x / LANES, row = blockIdx.z;
+  const int split = blockIdx.x + (rebuild.exact ? shapes.page_splits : 0);
   const Room room(PLANES_OF_BYTES, shapes, rebuild);
   const int key_steps = round_up(shapes.keys.width, LANES) / LANES;
   const RowCounts held = row_counts(counts, row, shapes);
-  const LatentRun run =
-      latent_run(keys, values, window_keys, window_values, row, blockIdx.x, held, shapes, rebuild);
+  const LatentRun run = latent_run(keys, values, window_keys, window_values, row, blockIdx.x, held, shapes, rebuild);
   const i64 rows = (i64)rebuild.heads * rebuild.blocks * LANES;
   if (rebuild.whole) {
     matrix += row * rows * (2 * key_steps * PLANES_OF_BYTES);
@@ -216,7 +220,8 @@ __global__ void __launch_bounds__(MMA_THREADS, KEY_PLANES + VALUE_PLANES == 2 ? 
     room.largest(column) = NEGATIVE_INFINITY;
     room.total(column) = 0.f;
   }
-  for (int at = threadIdx.x; at < 2 * PLANES_OF_BYTES * room.tiles * room.tokens; at += MMA_THREADS) room.weights()[at] = 0;
+  for (int at = threadIdx.x; at < 2 * PLANES_OF_BYTES * room.tiles * room.tokens; at += MMA_THREADS)
+    room.weights()[at] = 0;
   for (int first = 0; first < run.tokens; first += room.tokens) {
     const int there = min(room.tokens, run.tokens - first), count = round_up(there, LANES);
     __syncthreads();
@@ -241,8 +246,8 @@ __global__ void __launch_bounds__(MMA_THREADS, KEY_PLANES + VALUE_PLANES == 2 ? 
     else
       load_numbers({room.words(), run.values, first, count, rebuild.groups, shapes.values, room.values(), true});
     for (int column = warp; column < room.columns; column += MMA_WARPS) {
-      const Mask mask = {run.position + first, rebuild.skips ? skip[row] : 0, tokens_seen(limits, held, row, column, shapes),
-                         bias_of(bias, row, 0, column, shapes)};
+      const Mask mask = {run.position + first, rebuild.skips ? skip[row] : 0,
+                         tokens_seen(limits, held, row, column, shapes), bias_of(bias, row, 0, column, shapes)};
       weigh_column<PLANES_OF_BYTES>(room, column, count, there, mask, shapes, rebuild);
     }
     __syncthreads();

@@ -1,9 +1,10 @@
-// What attention over latents on tensor cores is prepared with: matrices as words of bytes, queries as pairs of bfloat16.
+// What attention over latents on tensor cores is prepared with: matrices as words of bytes, queries as pairs of
+// bfloat16 numbers.
 #include "palu_words.cuh"
 
-// Rows of `matrix` (batch, heads * d, rank), in the order of channel_of, as the fragments that an mma takes as B, and what
-// makes numbers of their codes: words (batch, heads, blocks, steps of 32 numbers, planes, 2, lanes, 4), and for each row
-// its scale and that times the sum of its codes, scales (batch, heads, blocks, 32). A warp takes a row. Grid
+// Rows of `matrix` (batch, heads * d, rank), in the order of channel_of, as the fragments that an mma takes as B, and
+// what makes numbers of their codes: words (batch, heads, blocks, steps of 32 numbers, planes, 2, lanes, 4), and for
+// each row its scale and that times the sum of its codes, scales (batch, heads, blocks, 32). A warp takes a row. Grid
 // (heads * blocks * 32 / warps, batch).
 template <int PLANES_OF_BYTES>
 __global__ void __launch_bounds__(MMA_THREADS)
@@ -44,9 +45,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
   }
 }
 
-// Queries q (b, heads, each, d) as the fragments that an mma takes as B, in the order of channel_of: fragments (b, heads,
-// tiles of 8 queries, blocks, 2, lanes) of four words, two of the numbers as bfloat16 and two of what that leaves. Grid
-// (heads * tiles * blocks * 2 / warps, b), `count` the numerator.
+// Queries q (b, heads, each, d) as the fragments that an mma takes as B, in the order of channel_of: fragments
+// (b, heads, tiles of 8 queries, blocks, 2, lanes) of four words, two of the numbers as bfloat16 and two of what that
+// leaves. Grid (heads * tiles * blocks * 2 / warps, b), `count` the numerator.
 __global__ void __launch_bounds__(MMA_THREADS)
     split_queries(const float* __restrict__ q, uint4* __restrict__ fragments, int each, int count,
                   const __grid_constant__ Rebuild rebuild) {

@@ -211,8 +211,8 @@ __device__ __forceinline__ void mix_latents(float* mix, i64 pitch, bool begin, c
 }
 
 // Grid (splits * tiles of 32 queries, heads, rows). `room_channels` (a multiple of 32) of 32 tokens have room in shared
-// memory. Arrays that are not there are one number each; `skip` (b) are the counts of true first tokens. The arguments are
-// those of attend_latents_mma, where a matrix has scales.
+// memory. Arrays that are not there are one number each; `skip` (b) are the counts of true first tokens. The arguments
+// are those of attend_latents_mma, where a matrix has scales.
 template <bool REBUILD>
 __global__ void __launch_bounds__(THREADS, 2)
     attend_latents_simt(const float* __restrict__ q, const u8* __restrict__ keys, const u8* __restrict__ values,
@@ -228,7 +228,8 @@ __global__ void __launch_bounds__(THREADS, 2)
   __shared__ float squares[WARPS][LANES];
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, head = blockIdx.y, row = blockIdx.z;
   const int each = shapes.queries / rebuild.heads, tiles = (each + MOST_QUERIES - 1) / MOST_QUERIES;
-  const int part = blockIdx.x / tiles, tile = blockIdx.x % tiles, split = part + (rebuild.exact ? shapes.page_splits : 0);
+  const int part = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+  const int split = part + (rebuild.exact ? shapes.page_splits : 0);
   const int column = head * each + tile * MOST_QUERIES, rows = min(MOST_QUERIES, each - tile * MOST_QUERIES);
   const int width = REBUILD ? rebuild.d : shapes.keys.width;
   const Queries queries = {q + ((i64)row * shapes.queries + column) * width, row, column, rows};

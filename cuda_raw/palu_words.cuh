@@ -1,7 +1,7 @@
 // Latents and weights as words of signed bytes for the tensor cores' integer products, in shared memory.
 //
-// A side whose tokens have one group keeps its codes: a token's number is code * scale + zero, one plane of bytes. Other
-// numbers are rounded to 16 bits of the largest of their token, in two planes: byte 0 and byte 1, both signed.
+// A side whose tokens have one group keeps its codes: a token's number is code * scale + zero, one plane of bytes.
+// Other numbers are rounded to 16 bits of the largest of their token, in two planes: byte 0 and byte 1, both signed.
 #pragma once
 #include "palu.cuh"
 
@@ -163,8 +163,8 @@ struct LoadValueCodes {
   }
 };
 
-// Numbers of `tokens` tokens of a run from token `first` on as two planes, as rows along channels or, `of_values`, along
-// tokens, of `steps` times 32 bytes.
+// Numbers of `tokens` tokens of a run from token `first` on as two planes, as rows along channels or, `of_values`,
+// along tokens, of `steps` times 32 bytes.
 struct LoadNumbers {
   u32* words;
   SideRun run;

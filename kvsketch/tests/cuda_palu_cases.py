@@ -38,8 +38,11 @@ def make_exact_parts(layer: Layer, *, sinks: int, window: int) -> Layer:
     return Layer(caches, layer.matrices, layer.d, layer.options)
 
 
-def attend_on_device(cupy: Any, layer: Layer, q: Any, *, mask: Any = None, **options: Any) -> Any:
-    """Attention of a layer of one slice on the device, back as a NumPy array; the host must not have waited for it."""
+def attend_on_device(cupy: Any, layer: Layer, q: Any, *, mask: Any = None, pages: Any = None, **options: Any) -> Any:
+    """Attention of a layer of one slice on the device, back as a NumPy array; the host must not have waited for it.
+
+    `pages` are on the device already, in place of the cache's.
+    """
 
     def there(x: Any) -> Any:
         return cupy.asarray(x) if isinstance(x, np.ndarray) else x
@@ -61,6 +64,8 @@ def attend_on_device(cupy: Any, layer: Layer, q: Any, *, mask: Any = None, **opt
     }
     matrices = Reconstruction(m.heads, there(m.up_k), there(m.up_v), there(m.key_bias))
     queries, view = there(q), moved(cupy, cache._view(held))
+    if pages is not None:
+        view = view._replace(pages=pages)
     counts.reset()
     out = palu.attend(queries, view, matrices, **(given | options))
     assert counts.synchronisations == 0
