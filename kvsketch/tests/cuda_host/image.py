@@ -5,13 +5,23 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvsketch.tests.cuda_host.arguments import Parameter
 from kvsketch.tests.cuda_host.runtime import DEVICE_HEADERS, device_headers, runtime_library
-from kvsketch.tests.cuda_host.toolchain import CompileError, CudaHostError, built, compiler, include_folders, run
+from kvsketch.tests.cuda_host.toolchain import (
+    CompileError,
+    CudaHostError,
+    built,
+    compiler,
+    include_folders,
+    kept,
+    run,
+    toolchain,
+)
 
 COMMON_FLAGS = (
     *("-std=c++17", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
@@ -91,14 +101,31 @@ def _build(code: str, names: Sequence[str], options: Sequence[str], mode: str) -
     own = _own_options(options)
     includes = [f"-I{folder}" for folder in (DEVICE_HEADERS, *include_folders())]
     flags = [*COMMON_FLAGS, *MODE_FLAGS[mode], *own]
+    headers = f"-I{_compiled_headers(mode, includes)}"
 
     def build(folder: Path, target: Path) -> None:
         text, compiled = folder / "module.cpp", folder / "module.o"
         text.write_text(source)
-        run([compiler(), *flags, *includes, "-c", text, "-o", compiled], CompileError)
+        run([compiler(), *flags, headers, *includes, "-c", text, "-o", compiled], CompileError)
         run([compiler(), "-shared", "-Wl,-Bsymbolic", compiled, runtime, "-o", target])
 
     return built("kernels", [source, device_headers(), str(runtime), *flags], build)
+
+
+def _compiled_headers(mode: str, includes: Sequence[str]) -> Path:
+    """A folder with host.hpp, and so CUDA's own headers, compiled ahead: most of what a module takes to build."""
+    flags = [*COMMON_FLAGS, *MODE_FLAGS[mode]]
+
+    def build(_: Path, target: Path) -> None:
+        header = DEVICE_HEADERS / "host.hpp"
+        run([compiler(), *flags, *includes, "-x", "c++-header", header, "-o", target], CompileError)
+
+    file = kept("headers", ".gch", [device_headers(), toolchain(), *flags], build)
+    folder = file.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        (folder / "host.hpp.gch").symlink_to(file)
+    return folder
 
 
 def _source(code: str, names: Sequence[str]) -> str:
