@@ -14,7 +14,8 @@ and 2.52 GHz). Nothing of this was measured on a GPU.
     the same and 8 outlier channels          1..4    3776           1067            822       4824
 
 If three quarters of the clocks are used, which the 16 warps that registers leave room for (12 with outlier channels)
-can be hoped to do, that is 80, 72, 100, 62, 76 and 58 % of the bandwidth of an H200 and all of an RTX 4090's.
+can be hoped to do, that is 80, 72, 100, 62, 76 and 58 % of the bandwidth of an H200 and all of an RTX 4090's, where
+shared memory has room for 8 warps and the clocks are plenty.
 Instructions of the integer units, every second clock at most, are below the clocks too, except for latents, which they
 hold to 79 %, and outlier channels, to 95 %. Tensor cores have 42 or 84 steps in the first two lines.
 ``coefficients="int8"`` takes 517 instructions for 1..8 rows of 2-bit pages and 495 of sketches. Each outlier channel
