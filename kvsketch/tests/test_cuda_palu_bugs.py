@@ -15,31 +15,32 @@ from kvsketch.tests.cuda_host import CudaHostError, running
 from kvsketch.tests.cuda_host.arrays import ndarray
 from kvsketch.tests.cuda_host.fixtures import needs_compiler
 from kvsketch.tests.cuda_host.stand_in import installed
-from kvsketch.tests.cuda_palu_cases import attend_on_device, check, make_exact_parts, make_queries
-from kvsketch.tests.palu_cases import Layer, make_layer
+from kvsketch.tests.cuda_palu_cases import attend_on_device, check, make_queries
+from kvsketch.tests.palu_cases import make_layer
 
 pytestmark = needs_compiler
 
 
-def layer_of_codes() -> Layer:
-    layer = make_layer(
-        b=2, n=330, heads=2, d=40, dv=24, rotary=40, bias=True, norm=True, first=2,
-        keys=TokenInts(8), values=TokenInts(8), ranks=(40,), value_ranks=(40,),
-    )  # fmt: skip
-    return make_exact_parts(layer, sinks=3, window=20)
+N = 320
 
 
 def several_tiles(cupy: Any, level: str) -> None:
-    """Two tiles of pages by one block, scores that grow or fall, exact parts, true first tokens."""
-    layer = layer_of_codes()
-    mask = np.broadcast_to(np.arange(330, dtype=np.float32) / 16, (2, 1, 2, 330)).copy()
+    """Two tiles of pages by one block, scores that grow or fall, true first tokens, and no kernel besides."""
+    layer = make_layer(
+        b=2, n=N, heads=2, d=40, dv=24, rotary=40, bias=True, norm=True, first=2,
+        keys=TokenInts(8), values=TokenInts(8), ranks=(40,), value_ranks=(40,),
+    )  # fmt: skip
+    layer.caches[0].flush()
+    assert layer.caches[0]._held("a test").pages.counts.tolist() == [N // 32] * 2
+    mask = np.broadcast_to(np.arange(N, dtype=np.float32) / 16, (2, 1, 2, N)).copy()
     for sign in (1, -1):
         check(cupy, layer, make_queries(2, 4, 2, 40), level, mask=sign * mask)
 
 
 def far_apart(cupy: Any, level: str) -> None:
     """The second row's pages begin 2 GiB behind the first row's."""
-    layer, q = make_layer(b=2, n=70, rotary=16, chunks=(69,)), make_queries(2, 4, 1, 16)
+    layer, q = make_layer(b=2, n=64, rotary=16), make_queries(2, 4, 1, 16)
+    layer.caches[0].flush()
     expected = check(cupy, layer, q, level)
     held = layer.caches[0]._held("a test").pages
     pages = np.zeros((2, 1, 2**31 // held.pages.shape[-1] + 5, held.pages.shape[-1]), np.uint8)
