@@ -22,14 +22,7 @@
 //       const i64* limits,           // (b, s), or one number when has_limits is 0: causal
 //       const float* bias,           // (b, bias_heads, s, bias_tokens), or one number when bias_heads is 0: none
 //       float* partial, const Shapes shapes)
-#pragma once
-#include "common.cuh"
-
-// The fields of kvsketch.layout.SideSpec in their order; offsets are in bytes from the side's first byte.
-struct SideSpec {
-  int kind, tokens, width, nbytes, dtype, bits, group, groups, rows, codes, scale, zero, m, norms, outliers, outlier_m,
-      outlier_codes, outlier_norms, channels, channel_bytes;
-};
+#include "side.cuh"
 
 // The fields of SHAPES in attention.py, in their order.
 struct Shapes {

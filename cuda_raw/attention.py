@@ -64,13 +64,13 @@ def _tables(side: SideLayout, device: int) -> Tables:
         table = np.zeros((side.width, width), np.float32)
         if projection is not None:
             table[:, : projection.m] = projection.matrix.T
-        tables.append(cupy.asarray(table) if width else _dummy(device, "float32"))
+        tables.append(cupy.asarray(table) if width else dummy_array(device, "float32"))
         factors.append(0.0 if projection is None else projection.constant / projection.m)
     return Tables(*tables, *factors)
 
 
 @lru_cache(maxsize=64)
-def _dummy(device: int, dtype: str) -> Any:
+def dummy_array(device: int, dtype: str) -> Any:
     """What kernels get for an array that they do not read: one number of that device."""
     import cupy
 
@@ -116,7 +116,7 @@ def _attend(
     out = xp.empty((b, hq, s, layout.values.width), dtype=q.dtype)
     if out.size == 0:
         return out
-    dummy = _dummy(device, "float32")
+    dummy = dummy_array(device, "float32")
     counts = np.array((view.page_counts, view.sink_counts, view.window_starts, view.window_counts), np.int64)
     pages, sinks, _, window = counts.max(axis=1).tolist()
     generation = architecture()
@@ -127,7 +127,7 @@ def _attend(
         heads=b * h, tiles=-(-count // kernel.queries), step=kernel.tokens, multiprocessors=multiprocessors(device),
     )  # fmt: skip
     sketched, tables = dummy, Tables(dummy, dummy, 0.0, 0.0)
-    rows = _prepared_queries(q, scale / softcap if softcap else scale * LOG2_E)
+    rows = prepared_queries(q, scale / softcap if softcap else scale * LOG2_E)
     sketch_width, outlier_width = sketch_widths(layout.keys.spec)
     if sketch_width:
         tables = _tables(layout.keys, device)
@@ -143,7 +143,7 @@ def _attend(
     partial = xp.empty((b, h, splits.splits, count, layout.values.width + 2), dtype=xp.float32)
     masks = (
         xp.asarray(counts),
-        _dummy(device, "int64") if limits is None else xp.ascontiguousarray(limits, dtype=xp.int64),
+        dummy_array(device, "int64") if limits is None else xp.ascontiguousarray(limits, dtype=xp.int64),
         dummy if bias is None else xp.ascontiguousarray(bias, dtype=xp.float32),
         partial,
         shapes,
@@ -152,22 +152,22 @@ def _attend(
     _launch_exact(exact, rows, view, masks, splits, (count, h, b))
     logits = dummy if sink_logits is None else xp.ascontiguousarray(sink_logits, dtype=xp.float32)
     launch(
-        COMBINE_FILE, f"combine_splits<{_number(q)}>", (count, h, b), (COMBINE_THREADS, 1, 1),
+        COMBINE_FILE, f"combine_splits<{number_type(q)}>", (count, h, b), (COMBINE_THREADS, 1, 1),
         (partial, masks[0], logits, out, np.int32(sink_logits is not None), shapes),
     )  # fmt: skip
     return out
 
 
-def _number(x: Any) -> str:
+def number_type(x: Any) -> str:
     return NUMBERS[DTYPE_CODES[str(x.dtype)]]
 
 
-def _prepared_queries(q: Any, unit: float) -> Any:
+def prepared_queries(q: Any, unit: float) -> Any:
     """Queries times `unit`, in float32: rows (b, h, Q, d) in memory."""
     xp = namespace(q)
     rows, n = xp.empty(q.shape, dtype=xp.float32), prod(q.shape)
     launch(
-        COMBINE_FILE, f"prepare_queries<{_number(q)}>", (-(-n // 256), 1, 1), (256, 1, 1),
+        COMBINE_FILE, f"prepare_queries<{number_type(q)}>", (-(-n // 256), 1, 1), (256, 1, 1),
         (xp.ascontiguousarray(q), rows, np.float32(unit), np.int64(n)),
     )  # fmt: skip
     return rows

@@ -44,9 +44,3 @@ __device__ __forceinline__ float warp_max(float x) {
   for (int apart = 16; apart; apart >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, apart));
   return x;
 }
-
-__device__ __forceinline__ float warp_min(float x) {
-#pragma unroll
-  for (int apart = 16; apart; apart >>= 1) x = fminf(x, __shfl_xor_sync(ALL_LANES, x, apart));
-  return x;
-}

@@ -1,11 +1,6 @@
 // Where the numbers and the records of pages are.
+#include "side.cuh"
 #include "units.cuh"
-
-// The fields of kvsketch.layout.SideSpec in their order; offsets are in bytes from the side's first byte.
-struct SideSpec {
-  int kind, tokens, width, nbytes, dtype, bits, group, groups, rows, codes, scale, zero, m, norms, outliers, outlier_m,
-      outlier_codes, outlier_norms, channels, channel_bytes;
-};
 
 // The fields of PLACES in _places.py, in their order: numbers (rows, heads, pages * tokens, width) and records
 // (rows, heads, pages, bytes), each with steps of its own; channels and bytes are neighbours.

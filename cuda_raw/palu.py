@@ -16,7 +16,14 @@ from kvsketch._dispatch import namespace
 from kvsketch._palu_inputs import FirstTokens, KeyNorm, Reconstruction, Rope
 from kvsketch.attention import CacheView
 from kvsketch.cuda_raw._compile import architecture, launch
-from kvsketch.cuda_raw.attention import COMBINE_FILE, COMBINE_THREADS, LOG2_E, _dummy, _number, _prepared_queries
+from kvsketch.cuda_raw.attention import (
+    COMBINE_FILE,
+    COMBINE_THREADS,
+    LOG2_E,
+    dummy_array,
+    number_type,
+    prepared_queries,
+)
 from kvsketch.cuda_raw.attention_plan import make_shapes, multiprocessors
 from kvsketch.cuda_raw.palu_plan import (
     FIRST,
@@ -196,8 +203,8 @@ def _attend(
     shapes = make_shapes(layout, splits, tuple(numbers.items()))
     masks = _Masks(
         xp.asarray(counts),
-        _dummy(device, "int64") if first is None else xp.asarray(first.counts).astype(xp.int64),
-        _dummy(device, "int64") if limits is None else xp.ascontiguousarray(limits, dtype=xp.int64),
+        dummy_array(device, "int64") if first is None else xp.asarray(first.counts).astype(xp.int64),
+        dummy_array(device, "int64") if limits is None else xp.ascontiguousarray(limits, dtype=xp.int64),
         _floats(bias, device),
     )
     placed = rope is not None and positions is not None
@@ -206,16 +213,16 @@ def _attend(
         _floats(None if key_norm is None else key_norm.weight, device),
         _floats(None if rope is None else rope.cos, device),
         _floats(None if rope is None else rope.sin, device),
-        xp.ascontiguousarray(positions, dtype=xp.int64) if placed else _dummy(device, "int64"),
+        xp.ascontiguousarray(positions, dtype=xp.int64) if placed else dummy_array(device, "int64"),
     )
-    rows = _prepared_queries(q, scale / softcap if softcap else scale * LOG2_E)
+    rows = prepared_queries(q, scale / softcap if softcap else scale * LOG2_E)
     folded = rows.reshape(b, keys.heads, -1, d)
     if keys.whole and given.up_k is not None:
         folded = xp.matmul(rows.reshape(b, heads, -1, d), given.up_k.reshape(heads, d, -1)).reshape(b, 1, hq * s, -1)
     partial = xp.empty((b, 1, splits.splits, hq * s, rank + 2), dtype=xp.float32)
-    records, dummy = xp.ascontiguousarray(view.pages), _dummy(device, "float32")
+    records, dummy = xp.ascontiguousarray(view.pages), dummy_array(device, "float32")
     exact = tuple(_bytes(x) for x in (view.sink_k, view.sink_v, view.window_k, view.window_v))
-    byte = _dummy(device, "uint8")
+    byte = dummy_array(device, "uint8")
     parts = ((records, records, byte, byte), splits.page_splits), (exact, splits.splits - splits.page_splits)
     inputs: dict[str, tuple[Any, ...]] = {}
     for kernel, (latents, count) in zip(kernels, parts, strict=True):
@@ -237,7 +244,7 @@ def _attend(
         )  # fmt: skip
     mixed = xp.empty((b, hq, s, rank), dtype=q.dtype if given.up_v is None and first is None else xp.float32)
     launch(
-        COMBINE_FILE, f"combine_splits<{_number(mixed)}>", (hq * s, 1, b), (COMBINE_THREADS, 1, 1),
+        COMBINE_FILE, f"combine_splits<{number_type(mixed)}>", (hq * s, 1, b), (COMBINE_THREADS, 1, 1),
         (partial, masks.counts, dummy, mixed, np.int32(0), shapes),
     )  # fmt: skip
     if given.up_v is not None:
@@ -250,7 +257,7 @@ def _attend(
 
 def _inputs(kernel: LatentKernel, keys: Keys, rows: Any, given: _Matrices) -> tuple[Any, ...]:
     """Queries (b, heads, each, d) and the matrix, with the scales of its rows, as a kernel takes them."""
-    dummy = _dummy(int(rows.device.id), "float32")
+    dummy = dummy_array(int(rows.device.id), "float32")
     if kernel.level == "simt":
         return rows, dummy if keys.whole else given.up_k, dummy
     if keys.whole:
@@ -267,7 +274,7 @@ def _join_first(first: FirstTokens, mixed: Any, partial: Any, rows: Any, masks: 
     sizes["key_dtype"], sizes["value_dtype"] = (DTYPE_CODES[str(x.dtype)] for x in (first.k, first.v))
     out = xp.empty(mixed.shape, dtype=dtype)
     launch(
-        FIRST_FILE, f"join_first<{_number(out)}>", (hq * s, b, 1), (FIRST_THREADS, 1, 1),
+        FIRST_FILE, f"join_first<{number_type(out)}>", (hq * s, b, 1), (FIRST_THREADS, 1, 1),
         (
             xp.ascontiguousarray(mixed), partial, rows, _bytes(first.k), _bytes(first.v), masks.counts, masks.skip,
             masks.limits, masks.bias, out, shapes, sizes,
@@ -280,7 +287,7 @@ def _join_first(first: FirstTokens, mixed: Any, partial: Any, rows: Any, masks: 
 def _floats(x: Any, device: int) -> Any:
     """A float32 array for a kernel, aligned; one number for one that is not there."""
     if x is None:
-        return _dummy(device, "float32")
+        return dummy_array(device, "float32")
     xp = namespace(x)
     found = xp.ascontiguousarray(x, dtype=xp.float32)
     return found if found.data.ptr % ALIGNMENT == 0 else found.copy()

@@ -7,8 +7,6 @@ __device__ __forceinline__ void mma_f16(float* d, const u32* a, const u32* b) { 
 __device__ __forceinline__ void mma_bf16(float* d, const u32* a, const u32* b) { cuda_host::mma_bf16(d, a, b); }
 __device__ __forceinline__ void mma_s8(int* d, const u32* a, const u32* b) { cuda_host::mma_s8(d, a, b); }
 __device__ __forceinline__ void mma_u8_s8(int* d, const u32* a, const u32* b) { cuda_host::mma_u8_s8(d, a, b); }
-__device__ __forceinline__ void mma_b1_and(int* d, const u32* a, const u32* b) { cuda_host::mma_b1_and(d, a, b); }
-__device__ __forceinline__ void load_matrices(u32* r, const void* row) { cuda_host::ldmatrix_x4(r, row); }
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   cuda_host::cp_async(shared, global, 16);
 }
@@ -57,15 +55,6 @@ __device__ __forceinline__ void mma_u8_s8(int* d, const u32* a, const u32* b) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// d (16, 8) += how many bits are set in both of a (16, 256) and b (256, 8).
-__device__ __forceinline__ void mma_b1_and(int* d, const u32* a, const u32* b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // 16 bytes of global memory to shared memory, there once copy_wait says so.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global)
@@ -76,14 +65,6 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int KEEP>
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(KEEP) : "memory"); }
 #endif  // KV_SM >= 80
-
-// Four 8 x 8 matrices of 16-bit numbers; lane l names row l % 8 of matrix l / 8 in shared memory.
-__device__ __forceinline__ void load_matrices(u32* r, const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"((u32)__cvta_generic_to_shared(row))
-               : "memory");
-}
 
 // Rounded products and sums, not fused and with subnormal numbers: CuPy compiles with -ftz=true, under which CUDA's own
 // operators, __fmul_rn and __fadd_rn too, take subnormal numbers for zero.

@@ -22,11 +22,12 @@ _EXACT = ("sink_k", "sink_v", "window_k", "window_v")
 def moved(cache: Cache, device: str | int) -> Cache:
     """See :meth:`kvsketch.cache.Cache.to`."""
     scope, upload = _destination(device)
-    copy = cache.copy()
-    if copy._contents is not None:
+    twin = object.__new__(type(cache))
+    twin.__dict__.update(cache.__dict__)
+    if cache._contents is not None:
         with scope:
-            copy._contents = _converted(copy._contents, upload)
-    return copy
+            twin._contents = _converted(cache._contents, upload)
+    return twin
 
 
 def _destination(device: str | int) -> tuple[AbstractContextManager[Any], Callable[[Any], Any]]:
@@ -57,5 +58,9 @@ def _converted(contents: Contents, upload: Callable[[Any], Any]) -> Contents:
         aligned[...] = records
         records = aligned
     channels = None if pages.channels is None else upload(pages.channels)
-    exact = replace(contents.exact, **{name: upload(getattr(contents.exact, name)) for name in _EXACT})
-    return Contents(exact, replace(pages, pages=records, channels=channels), contents.positions, contents.given)
+    held = contents.exact
+    arrays = {name: getattr(held, name) for name in held.ARRAYS}
+    exact = replace(held, **{name: upload(x) if name in _EXACT else x.copy() for name, x in arrays.items()})
+    moved_pages = replace(pages, pages=records, counts=pages.counts.copy(), channels=channels)
+    positions = contents.positions.take(np.arange(len(pages.counts)))
+    return Contents(exact, moved_pages, positions, contents.given)
