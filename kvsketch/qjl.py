@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvsketch._checks import check_channels, check_float, check_gqa, check_integer, check_ndim
-from kvsketch._dispatch import implementation, namespace
+from kvsketch._dispatch import array_library, implementation, namespace
 from kvsketch.bitpack import packed_bytes
 from kvsketch.rotation import Projection
 
@@ -135,7 +135,7 @@ def sketch_keys(
         raise ValueError(f"outliers={outliers} needs an outlier_projection; draw one with stream=1")
     if outlier_projection is not None and not outliers:
         raise ValueError("outlier_projection was given without outliers or channels; give one, or leave it out")
-    matrix = namespace(k).asarray(projection.matrix)
+    matrix = projection.matrix_beside(k)
     if outlier_projection is None:
         signs, norms, _, _, saturated = run(k, matrix, None, None, page)
         return SketchedKeys(signs, norms, None, None, None, projection.m, 0, page, saturated)
@@ -148,7 +148,7 @@ def sketch_keys(
         pages = (*k.shape[:2], -(-k.shape[2] // page), outliers)
         channels = namespace(k).broadcast_to(channels[:, :, None], pages)
     channels = channels.astype("uint8" if k.shape[-1] <= 256 else "uint16")
-    outlier_matrix = namespace(k).asarray(outlier_projection.matrix)
+    outlier_matrix = outlier_projection.matrix_beside(k)
     signs, norms, outlier_signs, outlier_norms, saturated = run(k, matrix, channels, outlier_matrix, page)
     return SketchedKeys(
         signs, norms, outlier_signs, outlier_norms, channels, projection.m, outlier_projection.m, page, saturated
@@ -191,8 +191,8 @@ def sketch_scores(
     if q.shape[0] != b:
         raise ValueError(f"q has shape {tuple(q.shape)}, but keys hold a batch of {b}; give both the same batch")
     check_gqa(q.shape[1], h)
-    xp = namespace(q, keys.norms)
-    matrix = xp.asarray(projection.matrix)
+    array_library(q, keys.norms)
+    matrix = projection.matrix_beside(q)
     if keys.channels is None:
         if outlier_projection is not None:
             raise ValueError("outlier_projection was given, but keys were sketched without outliers; leave it out")
@@ -201,7 +201,7 @@ def sketch_scores(
         raise ValueError("keys were sketched with outliers; give their outlier_projection")
     _check_projection("outlier_projection", outlier_projection, "q", q)
     _check_rows("outlier_projection", outlier_projection, keys.outlier_m, keys.outlier_signs)
-    outlier_matrix = xp.asarray(outlier_projection.matrix)
+    outlier_matrix = outlier_projection.matrix_beside(q)
     return run(q, keys, matrix, projection.constant, outlier_matrix, outlier_projection.constant)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from kvsketch._checks import check_choice, check_float, check_integer
-from kvsketch._dispatch import implementation
+from kvsketch._dispatch import implementation, namespace
 
 __all__ = ["KINDS", "Projection", "draw_projection", "hadamard_block", "hadamard_transform"]
 
@@ -35,6 +36,19 @@ class Projection:
     stream: int
     matrix: np.ndarray
     constant: float
+
+    def matrix_beside(self, x: Any) -> Any:
+        """The matrix in the library and on the device of array `x`, sent there once."""
+        return self.matrix if isinstance(x, np.ndarray) else _on_device(self, namespace(x), int(x.device.id))
+
+
+@lru_cache(maxsize=64)
+def _on_device(projection: Projection, xp: ModuleType, device: int) -> Any:
+    with xp.cuda.Device(device):
+        matrix = xp.asarray(projection.matrix)
+        # Whatever stream uses it later finds it complete.
+        xp.cuda.get_current_stream().synchronize()
+        return matrix
 
 
 def draw_projection(m: int, d: int, *, kind: str = "orthogonal", seed: int = 0, stream: int = 0) -> Projection:

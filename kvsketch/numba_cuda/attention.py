@@ -20,7 +20,7 @@ from kvsketch.numba_cuda.attention_kernels import (
     sketch_key,
     sketch_query,
 )
-from kvsketch.numba_cuda.numbers import exact_number, exact_records, number_of, on_device, side_records
+from kvsketch.numba_cuda.numbers import exact_number, exact_records, number_of, side_records
 from kvsketch.reference.pages import projections
 
 #: Blocks that fill a device: tokens are split until there are so many, but not into less than SPLIT_TOKENS.
@@ -120,7 +120,7 @@ class Softmax:
         if part.sketch is not None:
             # Keys are rows of signs, and their outlier channels; queries are projected to meet them.
             main, _ = projections(part.sketch)
-            queries = xp.concatenate([xp.matmul(queries, on_device(main, queries).T), queries], axis=-1)
+            queries = xp.concatenate([xp.matmul(queries, main.matrix_beside(queries).T), queries], axis=-1)
             width, key, query = main.m + part.sketch.spec.outliers, sketch_key, sketch_query
         b, h, splits, _, _ = self.partial.shape
         launch_blocks(

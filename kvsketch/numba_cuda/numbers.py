@@ -5,20 +5,18 @@ Exact arrays are read as pages too: all tokens of a head are one page of the cod
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
 
 from kvsketch._checks import FLOAT_DTYPES
-from kvsketch._dispatch import namespace
 from kvsketch.codecs import Exact, SignSketch
 from kvsketch.layout import SideLayout, SideSpec
 from kvsketch.numba_cuda.arithmetic import READ, product, read_half
 from kvsketch.numba_cuda.units import unit_code
 from kvsketch.reference.pages import projections
-from kvsketch.rotation import Projection
 
 
 class Records(NamedTuple):
@@ -52,7 +50,7 @@ def side_records(records: Any, side: SideLayout, offset: int = 0) -> Records | S
     main, outlier = projections(side)
     second = main if outlier is None else outlier
     factors = [np.float32(p.constant / p.m) for p in (main, second)]
-    return SketchRecords(raw, words, side.spec, on_device(main, records), on_device(second, records), *factors)
+    return SketchRecords(raw, words, side.spec, main.matrix_beside(records), second.matrix_beside(records), *factors)
 
 
 def exact_records(x: Any) -> Records:
@@ -61,17 +59,6 @@ def exact_records(x: Any) -> Records:
     words = x.reshape(b * h, t * width)
     spec = SideSpec(*(0,) * len(SideSpec._fields))._replace(tokens=t, width=width)
     return Records(words, words, spec)
-
-
-def on_device(projection: Projection, like: Any) -> Any:
-    """The matrix of a projection on the current device, put there once."""
-    xp = namespace(like)
-    return _upload(projection, xp, xp.cuda.Device().id)
-
-
-@lru_cache(maxsize=64)
-def _upload(projection: Projection, xp: Any, device: int) -> Any:
-    return xp.asarray(projection.matrix)
 
 
 def number_of(side: SideLayout) -> Any:

@@ -14,7 +14,7 @@ from kvsketch._dispatch import namespace
 from kvsketch.codecs import Exact, SignSketch
 from kvsketch.layout import SideLayout
 from kvsketch.numba_cuda._launch import as_bits, launch
-from kvsketch.numba_cuda.numbers import number_of, on_device, side_records
+from kvsketch.numba_cuda.numbers import number_of, side_records
 from kvsketch.numba_cuda.qjl import select_outlier_channels
 from kvsketch.numba_cuda.quantize import quantize_lines
 from kvsketch.numba_cuda.sketches import chosen_channels, largest_channels, nothing_chosen, sketch_rows
@@ -102,7 +102,7 @@ def _write_sketch(pages: Any, side: SideLayout, channels: Any, records: Any) -> 
         parts.append((outlier, "outlier_codes", "outlier_norms"))
     saturated = 0
     for part, (projection, codes, norms) in enumerate(parts):
-        matrix = on_device(projection, pages)
+        matrix = projection.matrix_beside(pages)
         signs, clipped = sketch_rows(pages, matrix, chosen, part, side.tokens, _field(records, side, norms))
         pack_units(signs, 1, records, side.field(codes).offset)
         saturated += clipped

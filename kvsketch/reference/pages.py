@@ -200,7 +200,7 @@ def encode_sketch(x: Any, side: SideLayout, channels: Any, out: Any, *, family: 
         ]
     saturated = 0
     for part, projection, codes, norms in parts:
-        signs, norm, clipped = family.sketch_vectors(part, xp.asarray(projection.matrix))
+        signs, norm, clipped = family.sketch_vectors(part, projection.matrix_beside(x))
         write_field(out, side, codes, pack(signs, projection.m, unit_rows(1) * side.field(codes).shape[1]))
         write_field(out, side, norms, norm)
         saturated += clipped
@@ -268,7 +268,7 @@ def _decode_signs(records: Any, side: SideLayout, projection: Projection, codes:
     signs = 2 * unpack_units(_read(records, side, codes), 1)[..., : projection.m].astype(xp.float32) - 1
     norm = _read(records, side, norms).astype(xp.float32)[..., None]
     factor = xp.float32(projection.constant / projection.m)
-    return norm * factor * xp.matmul(signs, xp.asarray(projection.matrix))
+    return norm * factor * xp.matmul(signs, projection.matrix_beside(records))
 
 
 def decode_values(records: Any, side: SideLayout) -> Any:
