@@ -153,14 +153,15 @@ def attend_rows_alone(
     valid: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Causal attention of a padded batch, each row over its own tokens: `valid` (b, s); padding gives zeros.
+    """Causal attention of a padded batch, each row over its own tokens; padding gives zeros.
 
-    A row's result is then bit for bit what the row gives alone, and no work goes into padding.
+    `valid` (b, s) lies on the host. A row's result is then bit for bit what the row gives alone, and no work goes into
+    padding.
     """
     b, hq, s, _ = query.shape
     out = torch.zeros(b, s, hq, value.shape[-1], dtype=query.dtype, device=query.device)
     for row in range(b):
-        kept = valid[row].nonzero()[:, 0]
+        kept = valid[row].nonzero()[:, 0].to(query.device)
         if len(kept):
             q, k, v = (x[row : row + 1].index_select(2, kept) for x in (query, key, value))
             out[row, kept] = dense_attention(module, q, k, v, None, **options)[0][0]

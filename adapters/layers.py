@@ -44,12 +44,15 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.store = store
         self.owner = owner
+        #: Where the tokens held came from, and lie.
+        self.device = torch.device("cpu")
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
         self.check_ready()
-        twin = CompressedLayer(self.store.copy(), copy.deepcopy(self.owner, memo))
-        twin.is_initialized = self.is_initialized
+        with beside_torch(self.device):
+            twin = type(self)(self.store.copy(), copy.deepcopy(self.owner, memo))
+        twin.is_initialized, twin.device = self.is_initialized, self.device
         memo[id(self)] = twin
         return twin
 
@@ -69,6 +72,15 @@ class CompressedLayer(CacheLayerMixin):
                 f"attended without its past: call model.set_attn_implementation({NAME!r}) (CompressedCache.for_model "
                 "does), then cache.reset() and start again"
             )
+
+    def stay_on(self, device: torch.device) -> None:
+        """Raise ValueError when tokens come from another device than those held."""
+        if self.store.length and device != self.device:
+            raise ValueError(
+                f"{self.store.name} holds tokens on {self.device}, but new ones are on {device}; move the model back, "
+                "or save the cache and load it with the model where it is now"
+            )
+        self.device = device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -106,7 +118,8 @@ class CompressedLayer(CacheLayerMixin):
                     "as in MLA models, or an update used twice); a compressed cache cannot hold them: use DynamicCache"
                 )
             check_supported(module, **kwargs)
-            with beside_torch(query):
+            self.stay_on(query.device)
+            with beside_torch(self.device):
                 return self._store_and_attend(module, query, key, value, attention_mask, past, **kwargs)
         except BaseException as error:
             self.owner.roll_back(past, error)
@@ -152,8 +165,7 @@ class CompressedLayer(CacheLayerMixin):
             # The first forward is exact: nothing is encoded yet, and torch attends over the tensors given.
             options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
             if step.valid is not None and step.mask is None:
-                valid = torch.from_numpy(step.valid).to(query.device)
-                out = attend_rows_alone(module, query, key, value, valid, **options)
+                out = attend_rows_alone(module, query, key, value, torch.from_numpy(step.valid), **options)
             else:
                 out = dense_attention(module, query, key, value, mask, **options)[0]
         if s > SPARE_TOKENS:
@@ -184,15 +196,19 @@ class CompressedLayer(CacheLayerMixin):
         self._pending = None
         self.is_initialized = False
 
-    def forget_pending(self) -> None:
-        """Drop tokens that a failed forward gave but did not store."""
+    def roll_back(self, length: int) -> None:
+        """Drop what a failed forward gave, stored or not, behind the first `length` positions."""
         self._pending = None
+        if self.store.length > length:
+            with beside_torch(self.device):
+                self.store.crop(length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row r becomes the former row ``beam_idx[r]``."""
         self.check_ready()
         if self.store.length:
-            self.store.reorder(array_from_tensor("beam_idx", beam_idx.cpu()))
+            with beside_torch(self.device):
+                self.store.reorder(array_from_tensor("beam_idx", beam_idx.cpu()))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` positions; ValueError, before any change, when they are encoded."""
@@ -200,16 +216,19 @@ class CompressedLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the tokens to drop, got {tokens_to_remove}; give a negative number")
         if tokens_to_remove and self.store.length:
-            self.store.crop(max(0, self.store.length + tokens_to_remove))
+            with beside_torch(self.device):
+                self.store.crop(max(0, self.store.length + tokens_to_remove))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         self.check_ready()
         if self.store.length:
-            self.store.repeat(repeats)
+            with beside_torch(self.device):
+                self.store.repeat(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (positions, or a boolean for each row)."""
         self.check_ready()
         if self.store.length:
-            self.store.select(array_from_tensor("indices", torch.arange(self.store.batch)[indices.cpu()]))
+            with beside_torch(self.device):
+                self.store.select(array_from_tensor("indices", torch.arange(self.store.batch)[indices.cpu()]))

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvsketch import storage
 from kvsketch._checks import FLOAT_DTYPES
 from kvsketch.adapters.layers import CompressedLayer
-from kvsketch.adapters.torch_dlpack import array_from_tensor, dtype_name, tensor_from_array
+from kvsketch.adapters.torch_dlpack import array_from_tensor, beside_torch, dtype_name, tensor_from_array
 from kvsketch.cache import Cache
 from kvsketch.codecs import codec_from_settings, codec_settings
 from kvsketch.methods import LayerSettings, Method
@@ -44,7 +44,8 @@ def save(cache: CompressedCache, path: Path) -> None:
     for index, layer in enumerate(cache.layers):
         prefix = f"layers.{index}."
         if isinstance(layer, CompressedLayer):
-            held, header = layer.store.to_tensors(prefix)
+            with beside_torch(layer.device):
+                held, header = layer.store.to_tensors(prefix)
             layers.append({"store": header})
         else:
             held, header = _dense_to_tensors(layer, index, prefix)
@@ -75,12 +76,13 @@ def load(cls: type[CompressedCache], model: transformers.PreTrainedModel, path: 
                 )
         if len(header["layers"]) != len(cache.layers):
             raise ValueError(f"{path} holds {len(header['layers'])} layers, the model has {len(cache.layers)}")
+        devices = _layer_devices(model)
         for index, (layer, entry) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-            prefix = f"layers.{index}."
+            prefix, device = f"layers.{index}.", devices.get(index, model.device)
             if isinstance(layer, CompressedLayer):
-                _fill_store(layer, tensors, entry["store"], prefix, path)
+                _fill_store(layer, tensors, entry["store"], prefix, path, device)
             else:
-                _dense_from_tensors(layer, tensors, entry["dense"], prefix)
+                _dense_from_tensors(layer, tensors, entry["dense"], prefix, device)
         if "valid" in tensors:
             cache.padding.valid = torch.from_numpy(tensors["valid"] != 0)
         cache.padding.length = header["length"]
@@ -91,8 +93,24 @@ def load(cls: type[CompressedCache], model: transformers.PreTrainedModel, path: 
     return cache
 
 
+def _layer_devices(model: torch.nn.Module) -> dict[int, torch.device]:
+    """Where each layer's attention lies, of a model that may be spread over devices."""
+    devices = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        weight = next(module.parameters(), None)
+        if isinstance(index, int) and weight is not None:
+            devices[index] = weight.device
+    return devices
+
+
 def _fill_store(
-    layer: CompressedLayer, tensors: dict[str, Any], header: dict[str, Any], prefix: str, path: Path
+    layer: CompressedLayer,
+    tensors: dict[str, Any],
+    header: dict[str, Any],
+    prefix: str,
+    path: Path,
+    device: torch.device,
 ) -> None:
     saved = Cache.from_tensors(tensors, header, prefix, engine=layer.store.engine)
     if saved.settings != layer.store.settings:
@@ -100,7 +118,10 @@ def _fill_store(
             f"{path} holds {saved.settings} for {layer.store.name}, its method says {layer.store.settings}"
         )
     saved.coefficients = layer.store.coefficients
-    layer.store = saved
+    if device.type == "cuda":
+        with beside_torch(device):
+            saved = saved.to(device.index)
+    layer.store, layer.device = saved, device
     layer.is_initialized = not saved.is_empty
 
 
@@ -113,16 +134,19 @@ def _dense_to_tensors(layer: Any, index: int, prefix: str) -> tuple[dict[str, An
         return {}, {"length": 0}
     header = {"length": layer.get_seq_length(), "key_dtype": dtype_name(layer.keys.dtype)}
     header["value_dtype"] = dtype_name(layer.values.dtype)
-    arrays = {"keys": array_from_tensor("keys", layer.keys), "values": array_from_tensor("values", layer.values)}
+    tensors = {"keys": layer.keys, "values": layer.values}
+    arrays = {name: array_from_tensor(name, x.detach().cpu()) for name, x in tensors.items()}
     bits = {name: x.view(np.uint16) if x.dtype.itemsize == 2 else x for name, x in arrays.items()}
     return {prefix + name: np.ascontiguousarray(x) for name, x in bits.items()}, header
 
 
-def _dense_from_tensors(layer: Any, tensors: dict[str, Any], header: dict[str, Any], prefix: str) -> None:
+def _dense_from_tensors(
+    layer: Any, tensors: dict[str, Any], header: dict[str, Any], prefix: str, device: torch.device
+) -> None:
     if not header["length"]:
         return
     keys, values = (
-        tensor_from_array(tensors[prefix + name].view(FLOAT_DTYPES[header[dtype]]))
+        tensor_from_array(tensors[prefix + name].view(FLOAT_DTYPES[header[dtype]])).to(device)
         for name, dtype in (("keys", "key_dtype"), ("values", "value_dtype"))
     )
     layer.lazy_initialization(keys, values)

@@ -69,16 +69,17 @@ def tensor_from_array(x: Any) -> torch.Tensor:
 
 
 @contextmanager
-def beside_torch(x: torch.Tensor) -> Iterator[None]:
-    """Where array operations run as torch's would on `x`: on its device, torch's current stream and torch's memory.
+def beside_torch(place: torch.Tensor | torch.device) -> Iterator[None]:
+    """Where array operations run as torch's on a tensor, or on a device: there, in torch's current stream and memory.
 
-    Nothing changes for a tensor on the CPU.
+    Nothing changes for the CPU.
     """
-    if not lies_on_cuda(x):
+    device = place.device if isinstance(place, torch.Tensor) else place
+    if device.type != "cuda":
         yield
         return
-    cuda = _cupy("x").cuda
-    stream = torch.cuda.current_stream(x.device)
+    cuda = _cupy("the model").cuda
+    stream = torch.cuda.current_stream(device)
     with (
         cuda.Device(stream.device_index),
         cuda.ExternalStream(stream.cuda_stream, stream.device_index),
@@ -89,9 +90,11 @@ def beside_torch(x: torch.Tensor) -> Iterator[None]:
 
 def _allocate(nbytes: int) -> Any:
     """Memory of CuPy's current device, held by a torch tensor: one caching allocator serves both libraries."""
-    cuda = _cupy("x").cuda
-    room = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", cuda.runtime.getDevice()))
-    return cuda.MemoryPointer(cuda.UnownedMemory(room.data_ptr(), nbytes, room), 0)
+    cuda = _cupy("the model").cuda
+    device = cuda.runtime.getDevice()
+    room = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    # CuPy finds a device by the address unless told, and there is none where no bytes are asked for.
+    return cuda.MemoryPointer(cuda.UnownedMemory(room.data_ptr(), nbytes, room, device), 0)
 
 
 def _cupy(name: str) -> Any:

@@ -199,7 +199,8 @@ class CompressedCache(transformers.Cache):
             valid = None if bool(valid.all()) else valid
         if self.padding.length == 0:
             self.padding.advance(valid, batch=keys.shape[0], new=length)
-        with beside_torch(keys):
+        layer.device = keys.device
+        with beside_torch(layer.device):
             layer.store.append(
                 array_from_tensor("keys", keys),
                 array_from_tensor("values", values),
@@ -256,9 +257,7 @@ class CompressedCache(transformers.Cache):
         try:
             for layer in self.layers:
                 if isinstance(layer, CompressedLayer):
-                    layer.forget_pending()
-                    if layer.store.length > length:
-                        layer.store.crop(length)
+                    layer.roll_back(length)
                 elif isinstance(layer, CacheLayerMixin):
                     excess = layer.get_seq_length() - length
                     if excess > 0:
@@ -306,8 +305,10 @@ class CompressedCache(transformers.Cache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row r becomes the former row ``beam_idx[r]``; rows named twice do not share storage."""
         self._check_ready()
+        # Read once, for all layers.
+        beam_idx = beam_idx.cpu()
         super().reorder_cache(beam_idx)
-        self.padding.select(beam_idx.cpu())
+        self.padding.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, its copies next to each other."""
@@ -319,8 +320,9 @@ class CompressedCache(transformers.Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`: positions, or a boolean for each row."""
         self._check_ready()
+        indices = indices.cpu()
         super().batch_select_indices(indices)
-        self.padding.select(indices.cpu())
+        self.padding.select(indices)
 
     def save(self, path: str | Path) -> None:
         """Write the cache into the folder `path`: a file a layer, and ``cache.json``."""

@@ -21,6 +21,8 @@ METHODS = (
     *("max", "mean", "min", "prod", "ravel", "repeat", "reshape", "round", "squeeze", "std", "sum", "swapaxes", "take"),
     *("transpose", "var", "view"),
 )
+#: What DLPack calls the kinds of devices, and the version of it that CuPy speaks.
+CPU, CUDA, DLPACK_VERSION = 1, 2, (1, 0)
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 UNARY = ("neg", "pos", "abs", "invert")
@@ -108,6 +110,16 @@ class ndarray:
             "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array "
             "explicitly."
         )
+
+    # ------------------------------------------------------------------ to other libraries
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, self.device_id
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None, **_: Any) -> Any:
+        """A capsule of the memory, which another library shares. A copy to the host is not offered."""
+        if self.dtype.kind not in "biufc":
+            raise BufferError("dtype is not supported for dlpack export")
+        return self.held.__dlpack__(max_version=max_version)
 
     # ------------------------------------------------------------------ parts of it
     def __getitem__(self, index: Any) -> ndarray:

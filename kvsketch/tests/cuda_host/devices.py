@@ -74,13 +74,17 @@ class Counts:
 
 
 def _caller() -> str:
-    """File and line of the code that uses the stand-in."""
+    """File and line of the code that uses the stand-in, or torch on it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and Path(frame.f_code.co_filename).parent == HERE:
+    while frame is not None and _is_ours(Path(frame.f_code.co_filename)):
         frame = frame.f_back
     if frame is None:
         return "an unknown place"
     return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}"
+
+
+def _is_ours(file: Path) -> bool:
+    return file.parent == HERE or "torch" in file.parts
 
 
 devices = Devices()

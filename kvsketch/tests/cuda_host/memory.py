@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from kvsketch.tests.cuda_host.devices import devices
+from kvsketch.tests.cuda_host.toolchain import CudaHostError
 
 #: CUDA's allocations start at multiples of this.
 ALIGNMENT = 256
 #: What unwritten memory holds: NaN in every float type.
 UNWRITTEN = 0xFF
 
+#: The last of these allocates, as ``cupy.cuda.using_allocator`` says: from bytes to a pointer.
+allocators: list[Callable[[int], Any]] = []
+
 _flags: dict[int, tuple[weakref.ref[np.ndarray], np.ndarray]] = {}
+
+
+class _Borrowed:
+    """Memory at a pointer, as NumPy takes it; keeps the pointer, and with it the memory's owner."""
+
+    def __init__(self, pointer: Any, size: int) -> None:
+        self.pointer = pointer
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer.ptr, False), "version": 3}
+
+
+def aligned_bytes(size: int) -> np.ndarray:
+    """New memory of the host, aligned as a device's is."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
 
 
 def allocate(shape: Any, dtype: Any = np.float32) -> np.ndarray:
@@ -20,9 +42,13 @@ def allocate(shape: Any, dtype: Any = np.float32) -> np.ndarray:
     dtype = np.dtype(dtype)
     shape = (int(shape),) if np.ndim(shape) == 0 else tuple(int(n) for n in shape)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+    if not allocators:
+        return aligned_bytes(size).view(dtype).reshape(shape)
+    pointer = allocators[-1](size)
+    if pointer.device_id != devices.current:
+        raise CudaHostError(f"the allocator gave memory of device {pointer.device_id} on device {devices.current}")
+    memory = np.asarray(_Borrowed(pointer, size)) if size else aligned_bytes(0)
+    return memory.view(dtype).reshape(shape)
 
 
 def empty(shape: Any, dtype: Any = np.float32) -> np.ndarray:

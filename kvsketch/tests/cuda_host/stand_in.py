@@ -20,6 +20,7 @@ from kvsketch.tests.cuda_host.arrays import call, ndarray, unwrap, wrap
 from kvsketch.tests.cuda_host.devices import counts, devices, pretending
 from kvsketch.tests.cuda_host.module import HostModule
 from kvsketch.tests.cuda_host.stand_in_cuda import CUDARuntimeError, Device, ExternalStream, Stream, current_stream
+from kvsketch.tests.cuda_host.stand_in_memory import MemoryPointer, UnownedMemory, from_dlpack, using_allocator
 from kvsketch.tests.cuda_host.toolchain import CompileError
 
 CONSTANTS = ("inf", "nan", "pi", "e", "newaxis")
@@ -185,13 +186,16 @@ def make() -> dict[str, StandIn]:
             "Stream": Stream,
             "ExternalStream": ExternalStream,
             "get_current_stream": current_stream,
+            "MemoryPointer": MemoryPointer,
+            "UnownedMemory": UnownedMemory,
+            "using_allocator": using_allocator,
             "is_available": lambda: True,
             "runtime": runtime,
             "compiler": compiler,
         },
     )
     likes = {name: _like(name) for name in ("full_like", "ones_like", "zeros_like")}
-    own = (empty, empty_like, array, asarray, ascontiguousarray, asnumpy)
+    own = (empty, empty_like, array, asarray, ascontiguousarray, asnumpy, from_dlpack)
     cupy = _module(
         "cupy",
         {name: getattr(np, name) for name in (*CONSTANTS, *TYPES)}
