@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -40,7 +39,10 @@ class NewTokens:
 
 
 class FirstTokens(NamedTuple):
-    """First tokens among new ones: (t,) rows, columns and places in their rows, true keys and values (t, h, d)."""
+    """First tokens among new ones: (t,) rows, columns and places in their rows, true keys and values (t, h, d).
+
+    All on the device of the new tokens.
+    """
 
     rows: torch.Tensor
     columns: torch.Tensor
@@ -99,7 +101,7 @@ class PaluAttention(torch.nn.Module):
     @torch.no_grad()
     def fill(self, layer: AttentionLayer, factors: LayerFactors) -> None:
         """Take the weights of `layer` and `factors`; products of folds are computed in float64."""
-        plan, group = self.plan, self.num_key_value_groups
+        plan, group, device = self.plan, self.num_key_value_groups, layer.q.weight.device
         for name, side in (("k", factors.keys), ("v", factors.values)):
             down = getattr(self, f"{name}_down")
             down.weight.copy_(torch.cat([torch.from_numpy(f.down) for f in side]))
@@ -108,7 +110,7 @@ class PaluAttention(torch.nn.Module):
                 self.up(name, number).copy_(torch.from_numpy(f.up))
         if plan.fold_keys:
             weight = layer.q.weight.double().unflatten(0, (layer.hq, layer.d))
-            ups = _by_query_head([torch.from_numpy(f.up) for f in factors.keys], layer.d, group)
+            ups = _by_query_head([torch.from_numpy(f.up).to(device) for f in factors.keys], layer.d, group)
             self.q_proj.weight.copy_(torch.cat([up.T @ w for up, w in zip(ups, weight, strict=True)]))
             if layer.q.bias is not None:
                 bias = layer.q.bias.double().unflatten(0, (layer.hq, layer.d))
@@ -122,7 +124,7 @@ class PaluAttention(torch.nn.Module):
                 bias = bias + weight @ values.flatten()
             self.o_proj.bias.copy_(bias)
         if plan.fold_values:
-            ups = _by_query_head([torch.from_numpy(f.up) for f in factors.values], layer.d, group)
+            ups = _by_query_head([torch.from_numpy(f.up).to(device) for f in factors.values], layer.d, group)
             heads = weight.unflatten(1, (layer.hq, layer.d)).unbind(1)
             weight = torch.cat([w @ up for w, up in zip(heads, ups, strict=True)], 1)
         self.o_proj.weight.copy_(weight)
@@ -175,7 +177,7 @@ class PaluAttention(torch.nn.Module):
     def first_tokens_of(self, new: NewTokens, places: torch.Tensor | None) -> FirstTokens | None:
         """The true keys and values of new tokens whose place in their row, `places` (b, s), is below `first_tokens`.
 
-        Padding has a place below 0; None counts every row's tokens from 0.
+        Padding has a place below 0; None counts every row's tokens from 0. With places on the host nothing waits.
         """
         if not self.first_tokens:
             return None
@@ -184,13 +186,12 @@ class PaluAttention(torch.nn.Module):
         rows, columns = ((places >= 0) & (places < self.first_tokens)).nonzero(as_tuple=True)
         if not len(rows):
             return None
+        rows, columns, places = (x.to(new.hidden.device) for x in (rows, columns, places[rows, columns]))
         hidden = new.hidden[rows, columns]
         keys = self.k_proj(hidden).unflatten(-1, (self.h, self.d))
         rope = None if new.rope is None else tuple(x.expand(b, -1, -1)[rows, columns][None] for x in new.rope)
         keys = self.finish_keys(keys[None], rope)[0]
-        return FirstTokens(
-            rows, columns, places[rows, columns], keys, self.v_proj(hidden).unflatten(-1, (self.h, self.d))
-        )
+        return FirstTokens(rows, columns, places, keys, self.v_proj(hidden).unflatten(-1, (self.h, self.d)))
 
     def finish_keys(self, keys: torch.Tensor, rope: Any) -> torch.Tensor:
         """Norm and RoPE of keys (b, s, h, d)."""
@@ -295,8 +296,8 @@ def _rebuild(latents: Sequence[torch.Tensor], ups: Sequence[torch.Tensor]) -> to
     return torch.cat([x @ up.T for x, up in zip(latents, ups, strict=True)], -1)
 
 
-def _array(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """`x` in float32, as an array of the host."""
+def _array(x: torch.Tensor) -> Any:
+    """`x` in float32, as an array."""
     return array_from_tensor("weight", x.float())
 
 

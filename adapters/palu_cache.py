@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +12,11 @@ from kvsketch.adapters.attention_function import attend_rows_alone, dense_attent
 from kvsketch.adapters.layers import SPARE_TOKENS, CompressedLayer
 from kvsketch.adapters.palu_rope import RopeTable
 from kvsketch.adapters.palu_store import LatentStore
-from kvsketch.adapters.torch_dlpack import array_from_tensor, tensor_from_array
+from kvsketch.adapters.torch_dlpack import array_from_tensor, beside_torch, tensor_from_array
 from kvsketch.adapters.transformers_cache import CompressedCache, decoder_config
 from kvsketch.codecs import Codec, Exact, TokenInts
 from kvsketch.methods import LayerSettings, Method
-from kvsketch.palu import Reconstruction, Rope, attend
+from kvsketch.palu import KeyNorm, Reconstruction, attend
 
 if TYPE_CHECKING:
     from kvsketch.adapters.padding import Step
@@ -40,18 +39,12 @@ class PaluLayer(CompressedLayer):
 
     store: Any
     owner: Any
-    _matrices: list[Reconstruction] | None = None
+    #: What keys and values are rebuilt with, on the device of the tokens held.
+    _matrices: tuple[list[Reconstruction], KeyNorm | None] | None = None
 
     def __init__(self, store: LatentStore, owner: PaluCache) -> None:
         # A LatentStore does all that a layer asks of a Cache.
         super().__init__(store, owner)  # type: ignore[arg-type]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PaluLayer:
-        self.check_ready()
-        twin = PaluLayer(self.store.copy(), copy.deepcopy(self.owner, memo))
-        twin.is_initialized = self.is_initialized
-        memo[id(self)] = twin
-        return twin
 
     def __repr__(self) -> str:
         return f"PaluLayer({self.store!r})"
@@ -71,7 +64,9 @@ class PaluLayer(CompressedLayer):
         self.check_ready()
         past = self.store.length
         try:
-            return self._store_latents_and_attend(module, new, mask, past)
+            self.stay_on(new.hidden.device)
+            with beside_torch(self.device):
+                return self._store_latents_and_attend(module, new, mask, past)
         except BaseException as error:
             self.owner.roll_back(past, error)
             raise
@@ -81,13 +76,13 @@ class PaluLayer(CompressedLayer):
     ) -> torch.Tensor:
         store, owner = self.store, self.owner
         b, s = new.hidden.shape[:2]
-        begins = past == owner.padding.length
-        if begins:
+        if past == owner.padding.length:
             owner.begin_forward(module)
         step = owner.padding.read(mask, batch=b, new=s, past=past)
-        if begins and new.rope is not None:
-            owner.rope.append(new.rope, new.position_ids, batch=b, past=past)
         held = store.lengths if past else np.zeros(b, dtype=np.int64)
+        places = _places(held, step.valid, s)
+        if new.rope is not None:
+            owner.rope_on(self.device).append(new.rope, new.position_ids, held, places)
         store.append(
             *(
                 [array_from_tensor("latents", x[:, None]) for x in side]
@@ -96,7 +91,7 @@ class PaluLayer(CompressedLayer):
             valid=step.valid,
         )
         self.is_initialized = True
-        first = module.first_tokens_of(new, _places(held, step.valid, s))
+        first = module.first_tokens_of(new, places)
         if first is not None:
             kept = (array_from_tensor(name, getattr(first, name)) for name in ("rows", "places", "keys", "values"))
             store.keep_first(*kept)
@@ -139,12 +134,14 @@ class PaluLayer(CompressedLayer):
     def _attend_rebuilding(self, module: PaluAttention, new: NewTokens, step: Step) -> list[torch.Tensor]:
         """Keys rebuilt a tile at a time: (b, heads, s, width) of all slices, or of each where values stay latents."""
         if self._matrices is None:
-            self._matrices = module.reconstructions()
-        store, rope, valid = self.store, self.owner.rope, self.owner.padding.valid
+            self._matrices = module.reconstructions(), module.key_norm()
+        store, (all_matrices, key_norm) = self.store, self._matrices
+        rope, positions = self.owner.rope_on(self.device).arrays() if module.has_rope else (None, None)
         options = {
-            "rope": Rope(rope.cos, rope.sin) if module.has_rope else None,
-            "positions": rope.compact(None if valid is None else valid.numpy()) if module.has_rope else None,
-            "key_norm": module.key_norm(),
+            "rope": rope,
+            "positions": positions,
+            "check_positions": False,
+            "key_norm": key_norm,
             "first": store.first(),
             "mask": step.mask,
             "scale": module.scaling,
@@ -152,15 +149,21 @@ class PaluLayer(CompressedLayer):
         }
         q = array_from_tensor("query", new.queries[0])
         if not module.plan.fold_values:
-            return [tensor_from_array(attend(q, store.slices, self._matrices, **options))]
+            return [tensor_from_array(attend(q, store.slices, all_matrices, **options))]
         heads = module.slice_query_heads
         outputs = []
-        for i, (cache, matrices) in enumerate(zip(store.slices, self._matrices, strict=True)):
+        for i, (cache, matrices) in enumerate(zip(store.slices, all_matrices, strict=True)):
             own = slice(i * heads, (i + 1) * heads)
             if step.mask is not None and step.mask.shape[1] > 1:
                 options["mask"] = step.mask[:, own]
             outputs.append(tensor_from_array(attend(q[:, own], [cache], [matrices], **options)))
         return outputs
+
+    def stay_on(self, device: torch.device) -> None:
+        """Also forget matrices that lie on another device."""
+        if device != self.device:
+            self._matrices = None
+        super().stay_on(device)
 
 
 class PaluCache(CompressedCache):
@@ -172,7 +175,8 @@ class PaluCache(CompressedCache):
 
     def __init__(self, layers: list[Any], *, method: Method, options: dict[str, Any], config: Any) -> None:
         super().__init__(layers, method=method, options=options, config=config)
-        self.rope = RopeTable()
+        #: Of each device that layers lie on.
+        self.ropes: dict[torch.device, RopeTable] = {}
 
     @classmethod
     def for_model(  # type: ignore[override]
@@ -237,10 +241,14 @@ class PaluCache(CompressedCache):
             raise ValueError(f"layer {index} of this PaluCache holds no latents; make it with for_model of this model")
         return layer
 
+    def rope_on(self, device: torch.device) -> RopeTable:
+        """Positions, cosines and sines of the layers that lie on `device`."""
+        return self.ropes.setdefault(device, RopeTable())
+
     @property
     def nbytes(self) -> int:
         """Live bytes of all layers, and of the positions that they share."""
-        return super().nbytes + self.rope.nbytes
+        return super().nbytes + sum(rope.nbytes for rope in self.ropes.values())
 
     def report(self) -> dict[str, Any]:
         """As of :class:`CompressedCache`; the total counts positions, and ``table_nbytes`` cosines and sines.
@@ -249,42 +257,53 @@ class PaluCache(CompressedCache):
         """
         report = super().report()
         total = report["total"]
-        total["nbytes"] += self.rope.nbytes
-        total["allocated_nbytes"] += self.rope.nbytes
-        total["table_nbytes"] += self.rope.table_nbytes
+        for rope in self.ropes.values():
+            for name in ("nbytes", "allocated_nbytes", "table_nbytes"):
+                total[name] += getattr(rope, name)
         numbers = total["dense_nbytes_16"] // 2
         total["bits"] = 8 * total["nbytes"] / numbers if numbers else 0.0
         return report
 
     def roll_back(self, length: int, error: BaseException | None) -> None:
         super().roll_back(length, error)
-        self.rope.crop(self.padding.length)
+        self._crop_ropes()
 
     def reset(self) -> None:
         """Forget all tokens, keep the settings; another batch size may follow."""
         super().reset()
-        self.rope = RopeTable()
+        self.ropes = {}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` positions: always up to 64 of the last forward's."""
         super().crop(tokens_to_remove)
-        self.rope.crop(self.padding.length)
+        self._crop_ropes()
+
+    def _crop_ropes(self) -> None:
+        for rope in self.ropes.values():
+            rope.crop(self.compressed[0].store.lengths)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row r becomes the former row ``beam_idx[r]``."""
+        beam_idx = beam_idx.cpu()
         super().reorder_cache(beam_idx)
-        self.rope.select(beam_idx.cpu().numpy())
+        self._select_positions(beam_idx.numpy())
+
+    def _select_positions(self, rows: Any) -> None:
+        for rope in self.ropes.values():
+            rope.select(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, its copies next to each other."""
         batch = self.compressed[0].store.batch if self.get_seq_length() else 0
         super().batch_repeat_interleave(repeats)
-        self.rope.select(np.repeat(np.arange(batch), repeats))
+        self._select_positions(np.repeat(np.arange(batch), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`: positions, or a boolean for each row."""
+        indices = indices.cpu()
+        batch = self.compressed[0].store.batch
         super().batch_select_indices(indices)
-        self.rope.select(indices.cpu().numpy())
+        self._select_positions(np.arange(batch)[indices.numpy()])
 
     def save(self, path: Any) -> None:
         """Refuse: files of latents are not written yet by this version."""

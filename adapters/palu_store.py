@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
-from kvsketch._dispatch import engine_for
+from kvsketch._dispatch import engine_for, namespace, on_device_of
+from kvsketch._exact_store import take_rows
 from kvsketch.cache import Cache
 from kvsketch.codecs import Codec
 from kvsketch.layout import page_layout
@@ -67,8 +68,8 @@ class LatentStore:
 
     def _forget_first(self) -> None:
         #: (b, h, first_tokens, d): true keys, after RoPE, and true values of each row's first tokens.
-        self.first_keys: np.ndarray[Any, Any] | None = None
-        self.first_values: np.ndarray[Any, Any] | None = None
+        self.first_keys: Any = None
+        self.first_values: Any = None
 
     # -- growing ------------------------------------------------------------------------------------------------------
 
@@ -82,15 +83,16 @@ class LatentStore:
 
     def keep_first(self, rows: Any, places: Any, keys: Any, values: Any) -> None:
         """Keep true keys and values (t, h, d) of the tokens at `places` (t,) of `rows` (t,), which were appended."""
-        if self.first_keys is None or self.first_values is None:
-            shape = (self.batch, self.heads, self.first_tokens, self.d)
-            self.first_keys, self.first_values = np.zeros(shape, keys.dtype), np.zeros(shape, values.dtype)
-        self.first_keys[rows, :, places] = keys
-        self.first_values[rows, :, places] = values
+        with on_device_of(keys):
+            if self.first_keys is None:
+                xp, shape = namespace(keys), (self.batch, self.heads, self.first_tokens, self.d)
+                self.first_keys, self.first_values = xp.zeros(shape, keys.dtype), xp.zeros(shape, values.dtype)
+            self.first_keys[rows, :, places] = keys
+            self.first_values[rows, :, places] = values
 
     def first(self) -> FirstTokens | None:
         """What is kept of first tokens."""
-        if self.first_keys is None or self.first_values is None:
+        if self.first_keys is None:
             return None
         return FirstTokens(self.first_keys, self.first_values, self.first_counts)
 
@@ -129,8 +131,9 @@ class LatentStore:
         return np.minimum(self.lengths, self.first_tokens)
 
     def _rows(self, rows: Any) -> None:
-        if self.first_keys is not None and self.first_values is not None:
-            self.first_keys, self.first_values = self.first_keys[rows], self.first_values[rows]
+        if self.first_keys is not None:
+            with on_device_of(self.first_keys):
+                self.first_keys, self.first_values = (take_rows(x, rows) for x in (self.first_keys, self.first_values))
 
     def reorder(self, idx: Any) -> None:
         """Row i becomes what row ``idx[i]`` was."""
@@ -169,15 +172,12 @@ class LatentStore:
         """An independent store with the same contents."""
         new = copy.copy(self)
         new.slices = [cache.copy() for cache in self.slices]
-        new._rows(slice(None))
-        new.first_keys, new.first_values = (
-            None if x is None else x.copy() for x in (self.first_keys, self.first_values)
-        )
+        new._rows(np.arange(self.batch))
         return new
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
-    def _first_nbytes(self, x: np.ndarray[Any, Any] | None) -> int:
+    def _first_nbytes(self, x: Any) -> int:
         return 0 if x is None else int(self.first_counts.sum()) * self.heads * self.d * x.dtype.itemsize
 
     @property
@@ -206,14 +206,14 @@ class LatentStore:
 
         `exact_tokens` are those whose latents are not encoded yet, true first tokens apart.
         """
-        own = [cache.report() for cache in self.slices]
+        own, given = [cache.report() for cache in self.slices], self.slices[0]._contents
         numbers = int(self.lengths.sum()) * self.heads * self.d
         firsts = sum(0 if x is None else x.nbytes for x in (self.first_keys, self.first_values))
         engines = dict(own[0]["engines"])
         if self.rebuilds:
             del engines["attention.attend"]
-            engines["palu.attend"] = engine_for("palu.attend", np.empty(0), engine=self.slices[0].engine)
-        given = self.slices[0]._contents
+            on = np.empty(0) if given is None else given.pages.pages
+            engines["palu.attend"] = engine_for("palu.attend", on, engine=self.slices[0].engine)
         model = 0 if given is None else numbers * (given.given[0].itemsize + given.given[1].itemsize)
         return own[0] | {
             "key_bits": 8 * self.key_nbytes / numbers if numbers else 0.0,

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvsketch._attend import COEFFICIENTS
 from kvsketch._checks import check_choice, check_float, check_gqa, check_ndim
-from kvsketch._dispatch import implementation, namespace
+from kvsketch._dispatch import implementation, namespace, on_device_of
 from kvsketch._palu_factors import Factors, factorise
 from kvsketch._palu_inputs import FirstTokens, KeyNorm, Reconstruction, Rope
 from kvsketch._palu_ranks import allocate_ranks
@@ -65,6 +65,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     coefficients: str = "int16",
+    check_positions: bool = True,
     engine: str | None = None,
 ) -> Any:
     """Softmax attention of the newest s positions over cached latents.
@@ -96,6 +97,9 @@ def attend(
     softcap : positive, optional
     coefficients
         What an engine may round the weights of quantized value latents to; see :func:`kvsketch.attention.attend`.
+    check_positions
+        Look whether positions lie within the tables of `rope`, for which the host waits where they lie on a device.
+        Leave that out only where it is known: kernels read at whatever positions they are given.
     engine
         By default that of the caches.
 
@@ -122,31 +126,32 @@ def attend(
     }
     if len(widths) != 1:
         raise ValueError(f"slices have values of {sorted(widths)} numbers; give up_v, or attend to each slice alone")
-    _check_rest(q, heads * len(caches), widths.pop(), longest, rope, positions, key_norm, first)
-    limits = held.positions.limits(s, held.lengths)
-    limits = None if limits is None else namespace(q).asarray(limits)
-    bias = None if mask is None else held.positions.bias(mask, s, hq)
-    run = implementation("palu.attend", q, engine=caches[0].engine if engine is None else engine)
-    share, out = hq // len(caches), []
-    for i, (cache, slice_matrices) in enumerate(zip(caches, matrices, strict=True)):
-        own, kept = slice(i * share, (i + 1) * share), slice(i * heads, (i + 1) * heads)
-        out.append(
-            run(
-                q[:, own],
-                cache._view(cache._held("attend")),
-                slice_matrices,
-                rope=rope,
-                positions=positions,
-                key_norm=key_norm,
-                first=None if first is None else FirstTokens(first.k[:, kept], first.v[:, kept], first.counts),
-                limits=limits,
-                bias=bias if bias is None or bias.shape[1] == 1 else bias[:, own],
-                scale=1 / math.sqrt(d) if scale is None else scale,
-                softcap=softcap,
-                coefficients=coefficients,
+    with on_device_of(q):
+        _check_rest(q, heads * len(caches), widths.pop(), longest, rope, positions, key_norm, first, check_positions)
+        limits = held.positions.limits(s, held.lengths)
+        limits = None if limits is None else namespace(q).asarray(limits)
+        bias = None if mask is None else held.positions.bias(mask, s, hq)
+        run = implementation("palu.attend", q, engine=caches[0].engine if engine is None else engine)
+        share, out = hq // len(caches), []
+        for i, (cache, slice_matrices) in enumerate(zip(caches, matrices, strict=True)):
+            own, kept = slice(i * share, (i + 1) * share), slice(i * heads, (i + 1) * heads)
+            out.append(
+                run(
+                    q[:, own],
+                    cache._view(cache._held("attend")),
+                    slice_matrices,
+                    rope=rope,
+                    positions=positions,
+                    key_norm=key_norm,
+                    first=None if first is None else FirstTokens(first.k[:, kept], first.v[:, kept], first.counts),
+                    limits=limits,
+                    bias=bias if bias is None or bias.shape[1] == 1 else bias[:, own],
+                    scale=1 / math.sqrt(d) if scale is None else scale,
+                    softcap=softcap,
+                    coefficients=coefficients,
+                )
             )
-        )
-    return out[0] if len(out) == 1 else namespace(q).concatenate(out, axis=1)
+        return out[0] if len(out) == 1 else namespace(q).concatenate(out, axis=1)
 
 
 def _check_slices(caches: Sequence[Cache], matrices: Sequence[Reconstruction], b: int, d: int, finished: bool) -> int:
@@ -187,6 +192,7 @@ def _check_rest(
     positions: Any,
     key_norm: KeyNorm | None,
     first: FirstTokens | None,
+    check_positions: bool,
 ) -> None:
     b, _, _, d = q.shape
     if positions is not None and (positions.dtype.kind not in "iu" or tuple(positions.shape) != (b, longest)):
@@ -200,10 +206,10 @@ def _check_rest(
                 f"rope must hold cos and sin (positions, rotary) with an even rotary up to {d}, got shapes "
                 f"{tuple(rope.cos.shape)} and {tuple(rope.sin.shape)}"
             )
-        if positions is None:
-            low, high = 0, longest - 1
-        else:
-            low, high = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
+        low, high = 0, longest - 1
+        if positions is not None:
+            looks = check_positions and positions.size
+            low, high = (int(positions.min()), int(positions.max())) if looks else (0, -1)
         if low < 0 or high >= len(rope.cos):
             raise ValueError(f"tokens stand at positions {low} to {high}, but rope has tables for {len(rope.cos)}")
     if key_norm is not None and tuple(key_norm.weight.shape) != (d,):

@@ -109,8 +109,8 @@ def test_prompt_lookup_crops_and_gives_the_same_tokens() -> None:
     cache = PaluCache.for_model(model)
     assert torch.equal(greedy(model, ids, cache, new=40, prompt_lookup_num_tokens=5), expected)
     # What is left after all crops is as long as what was never cropped.
-    assert cache.rope.positions is not None
-    assert cache.rope.positions.tolist() == [list(range(cache.get_seq_length()))]
+    [rope] = cache.ropes.values()
+    assert rope.positions.tolist() == [list(range(cache.get_seq_length()))]
 
 
 def test_turns_copies_and_reset() -> None:
