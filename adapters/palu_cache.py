@@ -148,6 +148,13 @@ class PaluLayer(CompressedLayer):
             "engine": self.owner.options["engine"],
         }
         q = array_from_tensor("query", new.queries[0])
+        store.note_queries(
+            module.slice_query_heads * q.shape[2],
+            *(q, all_matrices[0]),
+            rope=rope,
+            key_norm=key_norm,
+            first=options["first"],
+        )
         if not module.plan.fold_values:
             return [tensor_from_array(attend(q, store.slices, all_matrices, **options))]
         heads = module.slice_query_heads

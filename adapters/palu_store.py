@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from kvsketch._checks import FLOAT_DTYPES
-from kvsketch._dispatch import engine_for, namespace, on_device_of
+from kvsketch._dispatch import engine_for, kernel_level, namespace, on_device_of
 from kvsketch._exact_store import take_rows
 from kvsketch.cache import Cache
 from kvsketch.codecs import Codec
 from kvsketch.layout import page_layout
 from kvsketch.methods import LayerSettings
-from kvsketch.palu import FirstTokens
+from kvsketch.palu import FirstTokens, Reconstruction
 
 
 class LatentStore:
@@ -62,6 +62,8 @@ class LatentStore:
         self.heads, self.d, self.dv = heads, d, d
         self.first_tokens, self.rebuilds, self.name = first_tokens, rebuilds, name
         self._forget_first()
+        #: Of the last attention that rebuilt keys: query rows of a slice, and how it was computed.
+        self._asked: tuple[int, bool, dict[str, str]] = (0, False, {})
 
     def __repr__(self) -> str:
         return f"LatentStore({self.name!r}, {len(self.slices)} slices, length={self.length})"
@@ -95,6 +97,17 @@ class LatentStore:
         if self.first_keys is None:
             return None
         return FirstTokens(self.first_keys, self.first_values, self.first_counts)
+
+    def note_queries(self, queries: int, q: Any, matrices: Reconstruction, **given: Any) -> None:
+        """Remember for :meth:`report` how `queries` rows of a slice attend; q (b, hq, s, d), and what else is given."""
+        told, with_first = self._asked[:2], given["first"] is not None
+        if told == (queries, with_first):
+            return
+        cache, op = self.slices[0], "palu.attend"
+        shapes = {"layout": cache._held("report").pages.layout, "queries": queries, "coefficients": "int16"}
+        shapes |= given | {"matrices": matrices, "d": q.shape[3], "softcap": None}
+        level = kernel_level(op, q, engine=cache.engine, **shapes)
+        self._asked = queries, with_first, {} if level is None else {op: level}
 
     def flush(self, *, spare: int = 0) -> None:
         for cache in self.slices:
@@ -167,6 +180,7 @@ class LatentStore:
         for cache in self.slices:
             cache.reset()
         self._forget_first()
+        self._asked = (0, False, {})
 
     def copy(self) -> LatentStore:
         """An independent store with the same contents."""
@@ -224,6 +238,7 @@ class LatentStore:
             "dense_nbytes_16": 4 * numbers,
             "dense_nbytes_model": model,
             "engines": engines,
+            "kernels": self._asked[2] if self.rebuilds else own[0]["kernels"],
             "saturated": sum(entry["saturated"] for entry in own),
         }
 

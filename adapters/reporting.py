@@ -43,11 +43,12 @@ def total_report(cache: CompressedCache) -> dict[str, Any]:
     # Layers with sketches of one seed and size share their projections.
     tables = {(store.settings.keys, store.d): store.table_nbytes for store in stores}
     total["table_nbytes"] = sum(tables.values())
-    engines: dict[str, set[str]] = {}
-    for entry in own:
-        for operation, engine in entry["engines"].items():
-            engines.setdefault(operation, set()).add(engine)
-    total["engines"] = {operation: ", ".join(sorted(names)) for operation, names in engines.items()}
+    for names in ("engines", "kernels"):
+        found: dict[str, set[str]] = {}
+        for entry in own:
+            for operation, name in entry[names].items():
+                found.setdefault(operation, set()).add(name)
+        total[names] = {operation: ", ".join(sorted(of)) for operation, of in found.items()}
     return total
 
 
@@ -84,4 +85,5 @@ def _dense_report(layer: Any) -> dict[str, Any]:
         "dense_nbytes_model": nbytes,
         "saturated": 0,
         "engines": {},
+        "kernels": {},
     }

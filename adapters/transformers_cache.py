@@ -224,9 +224,10 @@ class CompressedCache(transformers.Cache):
         """What the cache holds: ``{"method": name, "layers": [a dict a layer], "total": {...}}``.
 
         Each dict has the keys of :meth:`kvsketch.cache.Cache.report`: tokens, bits per number of keys and values,
-        bytes, the bytes of a dense cache, the engine of each operation. A layer of transformers' own reports itself
-        as exact. In ``total`` bytes are summed, tables that layers share are counted once, bits are weighted by
-        numbers, and token counts are those of one compressed layer (their mean where layers differ).
+        bytes, the bytes of a dense cache, the engine of each operation, the kernels of the last attention. A layer of
+        transformers' own reports itself as exact. In ``total`` bytes are summed, tables that layers share are counted
+        once, bits are weighted by numbers, and token counts are those of one compressed layer (their mean where layers
+        differ).
         """
         return {
             "method": self.method.name,

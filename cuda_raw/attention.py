@@ -46,6 +46,14 @@ def chosen_kernel(
     return attention_simt.page_kernel(layout, queries, architecture), kernel
 
 
+def kernel_level(*, layout: PageLayout, queries: int, coefficients: str) -> str:
+    """How `queries` rows of a key/value head attend over pages on this device, and why not on tensor cores."""
+    if queries > FUSED_QUERIES:
+        return f"decoded tiles: {queries} query rows are more than {FUSED_QUERIES}"
+    kernel, why = chosen_kernel(layout, queries, architecture(), coefficients)
+    return f"{kernel.level}: {why}" if why else kernel.level
+
+
 class Tables(NamedTuple):
     """Transposed projections (d, m) of sketched keys, columns padded with zeros, and the estimates' c/m."""
 

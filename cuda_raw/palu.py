@@ -33,10 +33,11 @@ from kvsketch.cuda_raw.palu_plan import (
     PREPARE_FILE,
     Keys,
     LatentKernel,
+    chosen_kernel,
     make_rebuild,
     plan_kernels,
 )
-from kvsketch.layout import DTYPE_CODES, LANES
+from kvsketch.layout import DTYPE_CODES, LANES, PageLayout
 from kvsketch.reference import palu as reference
 
 #: With more query rows than this, all heads together, keys are rebuilt and multiplied by cuBLAS, a tile at a time.
@@ -63,6 +64,21 @@ def plan_keys(
         return Keys(1, queries, whole=True)
     rotary = 0 if rope is None else rope.cos.shape[1]
     return Keys(matrices.heads, d, rotary, rope is not None and bool(rope.interleaved), norm=key_norm is not None)
+
+
+def kernel_level(*, layout: PageLayout, queries: int, coefficients: str, **given: Any) -> str:
+    """How `queries` rows of all heads attend over latents on this device, and why not on tensor cores.
+
+    `given` are the other arguments of :func:`plan_keys`.
+    """
+    if queries > FUSED_QUERIES:
+        return f"decoded tiles: {queries} query rows are more than {FUSED_QUERIES}"
+    keys, generation = plan_keys(queries=queries, **given), architecture()
+    told = {}
+    for exact in (False, True):
+        kernel, why = chosen_kernel(layout, keys, queries, generation, coefficients, exact=exact)
+        told[exact] = f"{kernel.level}: {why}" if why else kernel.level
+    return told[False] if told[False] == told[True] else f"pages {told[False]}; exact latents {told[True]}"
 
 
 class _Matrices:

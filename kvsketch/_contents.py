@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsketch._dispatch import engine_for, namespace, on_device_of
+from kvsketch._dispatch import engine_for, kernel_level, namespace, on_device_of
 from kvsketch._exact_store import ExactStore
 from kvsketch._page_store import PageStore
 from kvsketch._positions import Positions
@@ -29,6 +29,8 @@ class Contents:
     given: tuple[Any, Any, int, int, int, int]
     #: For which settings and changes a step was prepared, and the step; see :mod:`kvsketch._step`.
     prepared: tuple[Any, Any, Any] = (None, None, None)
+    #: Query rows of a key/value head that attended last: hq/h queries of each of s positions.
+    queries: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A step knows addresses of this very object's buffers.
@@ -48,7 +50,8 @@ class Contents:
         """New contents of the given rows, which may repeat."""
         given = (*self.given[:2], len(rows), *self.given[3:])
         with on_device_of(self.pages.pages):
-            return Contents(self.exact.take(rows), self.pages.take(rows), self.positions.take(rows), given)
+            parts = self.exact.take(rows), self.pages.take(rows), self.positions.take(rows)
+            return Contents(*parts, given, queries=self.queries)
 
     def put(self, rows: Any, other: Contents) -> None:
         """Overwrite the given rows by those of contents of the same sizes."""
@@ -96,6 +99,7 @@ class CacheSizes:
 
     settings: LayerSettings
     engine: str | None
+    coefficients: str
     _contents: Contents | None
 
     @property
@@ -207,7 +211,9 @@ class CacheSizes:
 
         `dense_nbytes_16` is a dense cache in a 16-bit dtype, `dense_nbytes_model` one in the dtypes that the tokens
         came in. Both count tokens without padding, which a dense cache stores too. `engines` are those that the
-        operations run on.
+        operations run on. `kernels` says of the last attention which of its engine's kernels it took: vector
+        instructions on a CPU (``"avx512-vnni"``, ``"avx2"``, ``"generic"``); on a CUDA device ``"mma"``, tensor cores,
+        or ``"simt"`` or ``"decoded tiles"`` and why not those. It is empty before, and where an engine does not tell.
         """
         tokens, exact_tokens = int(self.lengths.sum()), int(self.exact_tokens.sum())
         key_numbers, value_numbers = tokens * self.heads * self.d, tokens * self.heads * self.dv
@@ -230,7 +236,18 @@ class CacheSizes:
             "dense_nbytes_model": model,
             "saturated": self.saturated,
             "engines": {op: engine_for(op, on, engine=self.engine) for op in OPERATIONS},
+            "kernels": self._kernels(),
         }
+
+    def _kernels(self) -> dict[str, str]:
+        """How the last attention was computed, by operation; see :meth:`report`."""
+        contents, op = self._contents, "attention.attend"
+        if contents is None or not contents.queries:
+            return {}
+        layout, pages = contents.pages.layout, contents.pages.pages
+        shapes = {"layout": layout, "queries": contents.queries, "coefficients": self.coefficients}
+        level = kernel_level(op, pages, engine=self.engine, **shapes)
+        return {} if level is None else {op: level}
 
 
 def _bits(nbytes: int, numbers: int) -> float:

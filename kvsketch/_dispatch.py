@@ -73,6 +73,17 @@ def engine_for(op: str, *arrays: Any, engine: str | None = None) -> str:
     return _find(op, array_library(*arrays), engine)[0]
 
 
+def kernel_level(op: str, *arrays: Any, engine: str | None = None, **shapes: Any) -> str | None:
+    """What the engine that runs operation `op` on `arrays` says of its kernels for `shapes`: None if it says nothing.
+
+    An engine says it by a function `kernel_level` in the operation's module, called on the device of the arrays.
+    """
+    family = op.partition(".")[0]
+    tell = getattr(engine_module(engine_for(op, *arrays, engine=engine), family), "kernel_level", None)
+    with on_device_of(arrays[0]):
+        return None if tell is None else tell(**shapes)
+
+
 @cache
 def _find(op: str, library: str, engine: str | None) -> tuple[str, Callable[..., Any]]:
     if engine is not None and engine not in ENGINES[library]:

@@ -63,4 +63,4 @@ def _converted(contents: Contents, upload: Callable[[Any], Any]) -> Contents:
     exact = replace(held, **{name: upload(x) if name in _EXACT else x.copy() for name, x in arrays.items()})
     moved_pages = replace(pages, pages=records, counts=pages.counts.copy(), channels=channels)
     positions = contents.positions.take(np.arange(len(pages.counts)))
-    return Contents(exact, moved_pages, positions, contents.given)
+    return Contents(exact, moved_pages, positions, contents.given, queries=contents.queries)

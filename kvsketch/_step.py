@@ -30,6 +30,7 @@ def prepared_step(cache: Cache, hq: int) -> Any:
     if known != settings or (step is not None and seen != changes):
         step = _prepare(contents, *settings)
         contents.prepared = settings, changes, step
+        contents.queries = hq // contents.given[3]
     return step
 
 

@@ -196,6 +196,7 @@ class Cache(CacheSizes):
         limits = positions.limits(s, contents.lengths)
         view = self._view(contents)
         view.check_queries(q)
+        contents.queries = hq // contents.given[3] * s
         options = (scale, softcap, sink_logits, coefficients or self.coefficients, self.engine)
         with on_device_of(q):
             bias = None if mask is None else positions.bias(mask, s, hq)

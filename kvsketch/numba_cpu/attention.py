@@ -27,6 +27,7 @@ from kvsketch.layout import (
 from kvsketch.numba_cpu import emit, integers, latents, sketches
 from kvsketch.numba_cpu._compile import address, compile_address
 from kvsketch.numba_cpu._threads import get_num_threads, run_parts
+from kvsketch.numba_cpu._tiers import TIER
 from kvsketch.numba_cpu.coefficients import padded
 from kvsketch.numba_cpu.fused import EXTRA, Inputs, Plan, attend_parts, plan_numbers, scratch_bytes
 from kvsketch.numba_cpu.join import join_parts
@@ -125,6 +126,13 @@ def finish_preparing(plan: Plan, layout: PageLayout, queries: int, extra: Any, t
     kept = [plan_numbers(plan), np.array(layout.keys.spec, np.int64), np.array(layout.values.spec, np.int64), extra]
     plan_at, keys_at, values_at, extra_at = (address(x) for x in kept)
     return Prepared(plan, plan_at, scratch_bytes(plan, queries), keys_at, values_at, extra_at, tables, kept)
+
+
+def kernel_level(*, queries: int, **_: Any) -> str:
+    """How `queries` rows of a key/value head attend: the tier of vector instructions, see ``_tiers``."""
+    if queries > FUSED_QUERIES:
+        return f"decoded tiles: {queries} query rows are more than {FUSED_QUERIES}"
+    return TIER
 
 
 def attend(

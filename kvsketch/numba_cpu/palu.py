@@ -18,6 +18,7 @@ from kvsketch.attention import CacheView
 from kvsketch.numba_cpu import attention
 from kvsketch.numba_cpu._compile import address, compile_address
 from kvsketch.numba_cpu.attention import FUSED_QUERIES, Prepared
+from kvsketch.numba_cpu.attention import kernel_level as kernel_level
 from kvsketch.numba_cpu.fused import EXTRA, Plan
 from kvsketch.numba_cpu.latents import ROWS, pack_rows
 from kvsketch.numba_cpu.rebuild import FIELDS, MATRICES_AT, make_rebuild_score, rebuild_scratch

@@ -13,6 +13,7 @@ import pytest
 from kvsketch.cache import Cache
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch
 from kvsketch.methods import METHODS
+from kvsketch.numba_cpu._tiers import TIER
 from kvsketch.tests.cache_cases import ENGINES, PAIRS, append_in_chunks, make_cache, make_tokens
 
 
@@ -137,6 +138,11 @@ def test_report_names_sizes_and_the_engine_of_each_operation(engine: str | None)
     for name in ("batch", "length", "nbytes", "allocated_nbytes", "key_bits", "value_bits", "saturated"):
         assert report[name] == getattr(cache, name)
     assert report["bits"] == cache.bits_per_value
+    assert report["kernels"] == {}
+    cache.attend(np.ones((2, 4, 3, 16), np.float16))
+    assert cache.report()["kernels"] == (
+        {} if expected["attention.attend"] == "reference" else {"attention.attend": TIER}
+    )
 
 
 def test_saturations_are_counted() -> None:

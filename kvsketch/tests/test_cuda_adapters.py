@@ -98,6 +98,7 @@ def test_generation_on_a_device(method: str, cuda: Any) -> None:
     assert type(there.compressed[0].store.view().window_k) is cuda.ndarray
     total = there.report()["total"]
     assert set(total["engines"].values()) == {"cuda_raw"}
+    assert total["kernels"] == {"attention.attend": "mma"}
     assert total["nbytes"] == here.report()["total"]["nbytes"]
     own = CompressedCache.for_model(model, method, residual_length=32, sink_tokens=4)
     np.testing.assert_allclose(

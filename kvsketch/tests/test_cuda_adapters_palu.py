@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from kvsketch.adapters.palu import PaluCache, convert  # noqa: E402
+from kvsketch.numba_cpu._tiers import TIER  # noqa: E402
 from kvsketch.tests.cuda_host.devices import counts  # noqa: E402
 from kvsketch.tests.cuda_host.fixtures import needs_harness  # noqa: E402
 from kvsketch.tests.cuda_host.torch_double import on_cuda  # noqa: E402
@@ -27,10 +28,10 @@ pytestmark = needs_harness
 #: Models with RoPE, with RoPE behind a norm of keys, and without RoPE; latents exact or not; first tokens kept or not.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, 4 bits, first tokens": ("Llama", {"latent_bits": 4, "first_tokens": 2}),
-    "Llama, exact, a slice a head": ("Llama", {"granularity": "head"}),
-    "Qwen3, 3 bits": ("Qwen3", {"latent_bits": 3}),
+    "Llama, exact, a slice a head": ("Llama", {"granularity": "head", "first_tokens": 0}),
+    "Qwen3, 3 bits": ("Qwen3", {"latent_bits": 3, "first_tokens": 0}),
     "Qwen2, exact, first tokens": ("Qwen2", {"first_tokens": 1}),
-    "GPT2, 4 bits": ("GPT2", {"latent_bits": 4}),
+    "GPT2, 4 bits": ("GPT2", {"latent_bits": 4, "first_tokens": 0}),
     "GPT2, exact, first tokens": ("GPT2", {"first_tokens": 1}),
 }
 
@@ -57,16 +58,17 @@ def host(x: Any) -> np.ndarray:
 def assert_close_latents(there: PaluCache, here: PaluCache) -> bool:
     """Assert that two caches hold the same tokens, their latents alike but for codes that rounding turned: none?"""
     same = True
-    for mine, theirs in zip(there.compressed, here.compressed, strict=True):
-        for a, b in zip(mine.store.slices, theirs.store.slices, strict=True):
+    stores: list[list[Any]] = [[layer.store for layer in cache.compressed] for cache in (there, here)]
+    for mine, theirs in zip(*stores, strict=True):
+        for a, b in zip(mine.slices, theirs.slices, strict=True):
             np.testing.assert_array_equal(a.page_counts, b.page_counts)
             same = same and bool((host(a.view().pages) == b.view().pages).all())
             for row in range(b.batch):
                 for x, y in zip(a.decode(row), b.decode(row), strict=True):
                     assert np.abs(host(x) - y).mean() < 1e-3
-        if theirs.store.first_keys is not None:
+        if theirs.first_keys is not None:
             for name in ("first_keys", "first_values"):
-                x, y = (getattr(one.store, name) for one in (mine, theirs))
+                x, y = (getattr(one, name) for one in (mine, theirs))
                 np.testing.assert_allclose(host(x), y, atol=1e-4)
     return same
 
@@ -93,6 +95,8 @@ def test_generation_on_a_device(case: str, cuda: Any) -> None:
     np.testing.assert_allclose(logits[1], logits[0], atol=tolerance * np.abs(logits[0]).max())
     here, there = (cache.report()["total"] for cache in caches)
     assert set(there["engines"].values()) == {"cuda_raw"}
+    op = "attention.attend" if case == "GPT2, 4 bits" else "palu.attend"
+    assert (there["kernels"], here["kernels"]) == ({op: "mma"}, {op: TIER})
     for size in ("nbytes", "table_nbytes", "tokens", "key_bits"):
         assert there[size] == here[size]
 
@@ -162,6 +166,24 @@ def test_layers_do_not_wait_for_a_device(padded: bool, cuda: Any) -> None:
     masked = {"transformers/masking_utils.py", "adapters/padding.py"} if padded else set()
     assert waits == {"adapters/palu_rope.py"} | masked
     assert counts.synchronisations == (3 if padded else 1)
+
+
+@torch.no_grad()
+def test_the_kernels_of_another_architecture_are_named() -> None:
+    """Without tensor cores, and why."""
+    ids = random_prompt(1, 40)
+    for name, op in (("Llama", "palu.attend"), ("GPT2", "attention.attend")):
+        with on_cuda(compute_capability="75"):
+            model = converted(name, 0.5, latent_bits=4, first_tokens=0).to("cuda")
+            cache = PaluCache.for_model(model)
+            model(ids.to("cuda"), cache=cache)
+            assert cache.report()["total"]["kernels"] == {}
+            model(ids[:, :1].to("cuda"), cache=cache)
+            told = cache.report()["total"]["kernels"]
+            assert list(told) == [op]
+            assert re.match(r"simt: .*(7\.5|75)", told[op])
+            cache.reset()
+            assert cache.report()["total"]["kernels"] == {}
 
 
 @torch.no_grad()

@@ -129,3 +129,23 @@ def test_the_choice_of_kernels_is_told(pair: str, architecture: int) -> None:
     assert (kernel.level == "simt") == bool(why_not)
     assert kernel.level in ("simt", "mma")
     assert kernel.queries * -(-4 // kernel.queries) >= 4
+
+
+@needs_harness
+@pytest.mark.parametrize(("architecture", "told"), [("75", "simt: the architecture is 75"), ("90", "mma")])
+def test_a_report_names_the_kernels_of_the_last_attention(architecture: str, told: str) -> None:
+    host = make_cache("ints2-ints2", residual_length=20)
+    host.append(*make_tokens(1, 2, 2, 150, d=24))
+    host.flush()
+    q = np.random.default_rng(2).standard_normal((2, 6, 50, 24)).astype(np.float32)
+    with installed(compute_capability=architecture) as cupy:
+        cache = host.to(0)
+        assert cache.report()["kernels"] == {}
+        cache.attend(cupy.asarray(q[:, :, :1]))
+        for one in (cache, cache.copy(), cache.to(0)):
+            assert one.report()["kernels"]["attention.attend"].startswith(told)
+        cache.attend(cupy.asarray(q))
+        many = "decoded tiles: 150 query rows are more than 128"
+        assert cache.report()["kernels"] == {"attention.attend": many}
+        cache.engine = "reference"
+        assert cache.report()["kernels"] == {}
