@@ -163,7 +163,7 @@ class CompressedLayer(CacheLayerMixin):
             out = out.transpose(1, 2).contiguous()
         else:
             # The first forward is exact: nothing is encoded yet, and torch attends over the tensors given.
-            options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+            options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
             if step.valid is not None and step.mask is None:
                 out = attend_rows_alone(module, query, key, value, torch.from_numpy(step.valid), **options)
             else:
