@@ -90,6 +90,7 @@ def _simt() -> Iterator[Instance]:
     for name, threads in (("prepare_queries", PREPARE_THREADS), ("combine_splits", attention.COMBINE_THREADS)):
         for number in attention_simt.NUMBERS:
             yield _everywhere(attention.COMBINE_FILE, f"{name}<{number}>", threads)
+    yield _everywhere(attention.COMBINE_FILE, "sketch_queries", attention.SKETCH_ROWS)
 
 
 def _width(warps: int) -> int:
