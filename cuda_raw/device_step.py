@@ -17,6 +17,8 @@ from kvsketch.cuda_raw.attention import FUSED_QUERIES, Tokens, launch_attention,
 from kvsketch.layout import DTYPE_CODES
 
 FILE, THREADS = "device_step.cu", 256
+#: Query heads for a key/value head, at most.
+MOST_RATIO = FUSED_QUERIES
 #: struct Token there.
 TOKEN = np.dtype(
     [
@@ -62,9 +64,9 @@ class DeviceStep:
 def make_device_step(view: CacheView, hq: int, coefficients: str) -> DeviceStep:
     """Steps over a cache that keeps its counts on the device; ValueError for more query heads than a kernel takes."""
     ratio = hq // view.pages.shape[1]
-    if ratio > FUSED_QUERIES:
+    if ratio > MOST_RATIO:
         raise ValueError(
-            f"a step takes at most {FUSED_QUERIES} query heads for a key/value head, got {ratio}; append and attend"
+            f"a step takes at most {MOST_RATIO} query heads for a key/value head, got {ratio}; append and attend"
         )
     return DeviceStep(view, hq, coefficients)
 

@@ -196,6 +196,16 @@ class PreparedSteps(CacheSizes):
         return scale
 
 
+def has_device_steps(cache: PreparedSteps, hq: int) -> bool:
+    """Whether the cache lies on a device where it can take steps of `hq` query heads."""
+    contents = cache._contents
+    if contents is None or cache.checked or isinstance(contents.pages.pages, np.ndarray):
+        return False
+    engine = engine_for("attention.attend", contents.pages.pages, engine=cache.engine)
+    module = engine_module(engine, "device_step")
+    return module is not None and hq // cache.heads <= module.MOST_RATIO
+
+
 def _place(contents: Contents) -> Any:
     """Where the buffers of contents are, and their sizes."""
     exact, counts = contents.exact, contents.device_counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvsketch.cache import Cache
-from kvsketch.cuda_raw import attention
+from kvsketch.cuda_raw import _compile, attention, device_step
 from kvsketch.tests.cache_cases import make_cache, make_tokens
 from kvsketch.tests.cuda_attention_cases import assert_same_bytes
-from kvsketch.tests.cuda_host import CudaHostError, running
+from kvsketch.tests.cuda_host import CudaHostError, nvrtc, running
 from kvsketch.tests.cuda_host.devices import counts
 from kvsketch.tests.cuda_host.fixtures import needs_compiler, needs_harness
 from kvsketch.tests.page_cases import DTYPES
@@ -313,3 +314,58 @@ def test_steps_on_the_host_are_append_and_attend(pair: str) -> None:
         stepped.step(q, k * np.float16("nan"), v)
     assert stepped.length == usual.length
     np.testing.assert_array_equal(stepped.step(q, k, v), stepped.attend(q))
+
+
+# ---- what would go unseen ----
+
+BUGS = {
+    "counted before all have read the counts": ("  __syncthreads();\n  // Nobody", "  // Nobody", "RACE"),
+    "counted twice": (
+        "++*(to_sinks ? sinks : window);",
+        "*(to_sinks ? sinks : window) += 2;",
+        "Mismatched|UNINITIALISED",
+    ),
+    "behind a window without a start": ("counts[2 * token.b + row] + *window", "*window", "Mismatched"),
+    "the first head alone": ("at / units * room * units", "0", "RACE|Mismatched"),
+}
+
+
+@needs_harness
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_in_storing_a_token_is_seen(cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    old, new, says = BUGS[name]
+    usual = _compile.source
+    assert old in usual("device_step.cu")
+    monkeypatch.setattr(_compile, "source", lambda file: usual(file).replace(old, new))
+    _compile._function.cache_clear()
+    tokens = make_example(60)
+    here, there = begin(cupy, "ints2-ints2", tokens, 57)
+
+    def take_steps() -> None:
+        for i in range(57, 59):
+            q, k, v = tokens.step(i)
+            here.append(k, v)
+            there.prepare_step()
+            found = there.step(*map(cupy.asarray, (q, k, v)))
+            np.testing.assert_allclose(found.get(), here.attend(q), atol=TOLERANCE, rtol=4e-3)
+
+    try:
+        with running("check"), pytest.raises((CudaHostError, AssertionError), match=f"(?s){says}"):
+            take_steps()
+    finally:
+        _compile._function.cache_clear()
+
+
+def test_sizes_are_those_of_the_kernel() -> None:
+    text = _compile.source("device_step.cu")
+    fields = re.sub(r"//.*", "", re.search(r"struct Token {(.*?)};", text, re.DOTALL)[1])  # type: ignore[index]
+    assert re.findall(r"\w+(?=[,;])", fields) == list(device_step.TOKEN.names or ())
+    assert f"TOKEN_THREADS = {device_step.THREADS}," in text
+    text = _compile.source(attention.COMBINE_FILE)
+    assert f"SKETCH_QUERIES = {attention.SKETCH_QUERIES}, SKETCH_ROWS = {attention.SKETCH_ROWS}," in text
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+def test_the_kernel_compiles_without_spills() -> None:
+    found = nvrtc.compile_for(_compile.source(device_step.FILE), ["append_token"], [75, 90], _compile.options)
+    assert {compiled.spill_bytes for compiled in found.values()} == {0}
