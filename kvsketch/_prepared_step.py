@@ -68,18 +68,17 @@ class PreparedSteps(CacheSizes):
         module = self._step_module(contents)
         with on_device_of(contents.pages.pages):
             contents.make_ready(1, padded=False, engine=self.engine)
-            if module is not None:
-                contents.send_counts()
-                contents.count_token()
-        contents.step_ready = True
-        steps = contents.steps = contents.steps or Steps()
-        place = _place(contents)
-        if steps.place != place:
-            steps.number, steps.place = next(_numbers), place
-            # Here rather than in a step, which may be captured.
-            with on_device_of(contents.pages.pages):
+            contents.send_counts()
+            steps = contents.steps = contents.steps or Steps()
+            place = _place(contents)
+            if steps.place != place:
+                # Here rather than in a step, which may be captured.
                 for key in steps.made:
                     steps.made[key] = module.make_device_step(self._device_view(contents), *key)
+                steps.number, steps.place = next(_numbers), place
+            if module is not None:
+                contents.count_token()
+        contents.step_ready = True
         return steps.number
 
     def step(

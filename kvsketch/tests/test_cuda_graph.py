@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ import pytest
 from kvsketch.cache import Cache
 from kvsketch.cuda_raw import _compile, attention, device_step
 from kvsketch.tests.cache_cases import make_cache, make_tokens
-from kvsketch.tests.cuda_attention_cases import assert_same_bytes
+from kvsketch.tests.cuda_attention_cases import assert_same_bytes, take_simt
 from kvsketch.tests.cuda_host import CudaHostError, nvrtc, running
 from kvsketch.tests.cuda_host.devices import counts
 from kvsketch.tests.cuda_host.fixtures import needs_compiler, needs_harness
+from kvsketch.tests.cuda_host.stand_in import available
 from kvsketch.tests.page_cases import DTYPES
 
 pytestmark = needs_compiler
@@ -24,6 +26,8 @@ pytestmark = needs_compiler
 METHODS = ("ints2-ints2", "outliers-ints1", "exact-exact")
 B, H, HQ, D, DV = 2, 2, 8, 24, 40
 SETTINGS = {"residual_length": 20, "sink_tokens": 3}
+#: Whether the harness counts what waits, and knows what was freed.
+COUNTS = not available()
 #: Float16 results of both sides are rounded, and so are the coefficients of the CPU's kernels.
 TOLERANCE = 4e-3
 
@@ -98,7 +102,6 @@ def _fast() -> Iterator[None]:
         yield
 
 
-@needs_harness
 @pytest.mark.parametrize("pair", METHODS)
 def test_a_graph_takes_all_steps(cupy: Any, pair: str) -> None:
     """After `reserve` no buffer moves, though pages become due; nothing is waited for, nor sent without a page."""
@@ -110,7 +113,7 @@ def test_a_graph_takes_all_steps(cupy: Any, pair: str) -> None:
     step, addresses = Captured(cupy, there), set()
     options: dict[str, Any] = {"softcap": 20.0, "sink_logits": np.linspace(-1, 2, HQ, dtype=np.float32)}
     on_device = options | {"sink_logits": cupy.asarray(options["sink_logits"])}
-    sent = []
+    sent, placed = [], []
     for i in range(80, 152):
         q, k, v = tokens.step(i)
         found = step((q, k, v), **on_device)
@@ -119,13 +122,16 @@ def test_a_graph_takes_all_steps(cupy: Any, pair: str) -> None:
         np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=TOLERANCE, rtol=4e-3)
         view = there.view()
         addresses.add(tuple(x.data.ptr for x in (view.pages, view.window_k, view.window_v, view.sink_k)))
-        if i > 80:
+        placed.append((view.page_counts.tolist(), view.window_starts.tolist()))
+        if i > 80 and COUNTS:
             assert step.waits[0] == 0
             sent.append(step.waits[1])
     assert step.captures == 2  # the first step, which was not captured, and one capture
     assert len(addresses) == 1
-    assert set(sent) == {0, 1}
-    assert sum(sent) <= 2 * B * 3  # each row's pages, once each
+    if COUNTS:
+        # The counts, where a page was encoded or a window moved to the front of its buffer.
+        assert sent == [before != after for before, after in itertools.pairwise(placed)]
+        assert 2 * 3 <= sum(sent) < 12
     np.testing.assert_array_equal(there.lengths, here.lengths)
     here.flush()
     there.flush()
@@ -133,9 +139,11 @@ def test_a_graph_takes_all_steps(cupy: Any, pair: str) -> None:
     assert there.saturated == here.saturated
 
 
-@needs_harness
-def test_a_graph_in_check_mode(cupy: Any) -> None:
+@pytest.mark.parametrize("level", ["mma", "simt"])
+def test_a_graph_in_check_mode(cupy: Any, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from the first token on: tokens go to the first ones while there is room for these."""
+    if level == "simt":
+        take_simt(monkeypatch)
     tokens = make_example(48)
     here, there = begin(cupy, "ints2-ints2", tokens, 3)
     there.reserve(60)
@@ -153,7 +161,6 @@ def test_a_graph_in_check_mode(cupy: Any) -> None:
     assert_same_bytes(there, here)
 
 
-@needs_harness
 def test_buffers_that_move_are_told(cupy: Any) -> None:
     """Without `reserve` pages outgrow their buffer: another number, and the old graph would write to freed memory."""
     tokens = make_example(160)
@@ -170,11 +177,11 @@ def test_buffers_that_move_are_told(cupy: Any) -> None:
     assert step.captures == 1 + len(set(numbers[1:]))
     assert len(set(numbers[1:])) >= 3
     assert_same_bytes(there, here)
-    with pytest.raises(CudaHostError, match="freed after the capture"):
-        graphs[1].launch()
+    if COUNTS:
+        with pytest.raises(CudaHostError, match="freed after the capture"):
+            graphs[1].launch()
 
 
-@needs_harness
 def test_counts_that_others_change_reach_the_graph(cupy: Any) -> None:
     """Rows that change places, a crop and a flush between launches of one graph."""
     tokens = make_example(140)
