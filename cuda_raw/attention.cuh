@@ -50,22 +50,21 @@ __device__ __forceinline__ i64 row_tokens(const RowCounts& row, const Shapes& sh
   return row.sinks + row.pages * shapes.keys.tokens + row.window;
 }
 
-// How long runs are that n pages, or tokens, of a row are cut into: at most `splits` equal ones, multiples of `step`.
-__device__ __forceinline__ int run_length(i64 n, int splits, int step) {
+// How long runs are that n pages, or tokens, of a row are cut into: at most `splits` equal ones, multiples of `step`. A
+// row has less than 2^31 of either.
+__device__ __forceinline__ int run_length(int n, int splits, int step) {
   const u32 steps = ((u32)n + step - 1) / step;
   return (int)((steps + splits - 1) / splits) * step;
 }
 
 // A split's run, `count` pages or tokens from `first` on; none where that is 0.
 struct Cut {
-  i64 first;
-  int count;
+  int first, count;
 };
 
-__device__ __forceinline__ Cut cut_of(i64 n, int split, int splits, int step) {
-  const int run = run_length(n, splits, step);
-  const i64 first = (i64)split * run;
-  return {first, (int)max(min((i64)run, n - first), 0ll)};
+__device__ __forceinline__ Cut cut_of(i64 held, int split, int splits, int step) {
+  const int n = (int)held, run = run_length(n, splits, step), first = split * run;
+  return {first, max(min(run, n - first), 0)};
 }
 
 __device__ __forceinline__ Cut page_cut(const RowCounts& row, int split, const Shapes& shapes) {

@@ -67,7 +67,7 @@ struct RowSplits {
  private:
   static __device__ int count(i64 n, int splits, int step) {
     if (n <= 0) return 0;
-    const u32 run = run_length(n, splits, step);
+    const u32 run = run_length((int)n, splits, step);
     return (int)(((u32)n + run - 1) / run);
   }
 };

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(MOST_THREADS<Keys, Values>, 1)
   const int row = blockIdx.z, head = blockIdx.y, rows = min(operands * ROWS, shapes.queries - first_query);
   const RowCounts held = row_counts(counts, row, shapes);
   const Cut cut = page_cut(held, split, shapes);
-  if (cut.count == 0) return;
+  if (cut.first >= held.pages) return;
 
   u8* queries = room;
   QueryRow* query_rows = reinterpret_cast<QueryRow*>(queries + operands * QUERY_BYTES);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(MOST_THREADS<Keys, Values>, 1)
   exchange += warp * Keys::EXCHANGES;
 
   const int tokens = cut.count * p;
-  const i64 position = held.sinks + cut.first * p;
+  const i64 position = held.sinks + (i64)cut.first * p;
   // How many of the split's tokens a query row of the block sees.
   const auto seen_here = [&](int query) {
     const i64 seen = tokens_seen(limits, held, row, first_query + query, shapes) - position;

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
       pages + (((i64)tile.row * shapes.h + tile.head) * shapes.capacity + cut.first) * shapes.record_bytes;
   const int p = shapes.keys.tokens;
   const Run run = {record,   record + shapes.keys.nbytes, shapes.record_bytes, shapes.record_bytes, __ffs(p / LANES) - 1,
-                   cut.count * p, row.sinks + cut.first * p};
+                   cut.count * p, row.sinks + (i64)cut.first * p};
   attend_run<Key, Value, QUERIES, WARPS>(run, tile, split, q, sketched, table, outlier_table, counts, limits, bias, partial,
                                   shapes);
 }

@@ -101,7 +101,7 @@ __device__ __forceinline__ LatentRun latent_run(const u8* keys, const u8* values
     return {{record, shapes.record_bytes, p, tokens, shapes.keys.kind == EXACT},
             {record + shapes.keys.nbytes, shapes.record_bytes, p, tokens, shapes.values.kind == EXACT},
             tokens,
-            counts.sinks + cut.first * p};
+            counts.sinks + (i64)cut.first * p};
   }
   const bool of_sinks = split < shapes.sink_splits;
   const Cut cut = exact_cut(counts, split, shapes);
