@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvsketch._prepared_step import has_device_steps
 from kvsketch.adapters.attention_function import (
     LAYER_ATTRIBUTE,
     LAYER_KEYWORD,
@@ -148,18 +150,20 @@ class CompressedLayer(CacheLayerMixin):
             taken = take_usual_step(store, query, key, value, scaling, softcap)
             if taken is not None:
                 return taken
-        store.append(array_from_tensor("key", key), array_from_tensor("value", value), valid=step.valid)
+        k, v = array_from_tensor("key", key), array_from_tensor("value", value)
+        alone = s == 1 and step.valid is None and step.mask is None
+        on_device = bool(past) and alone and has_device_steps(store, query.shape[1])
+        if on_device and all(x.is_contiguous() for x in (query, key, value)):
+            store.prepare_step()
+            attend = partial(store.step, k=k, v=v)
+        else:
+            store.append(k, v, valid=step.valid)
+            attend = partial(store.attend, mask=step.mask)
         self.is_initialized = True
         if past:
-            out = tensor_from_array(
-                store.attend(
-                    array_from_tensor("query", query),
-                    mask=step.mask,
-                    scale=scaling,
-                    softcap=softcap,
-                    sink_logits=None if s_aux is None else array_from_tensor("s_aux", s_aux.float()),
-                )
-            )
+            logits = None if s_aux is None else array_from_tensor("s_aux", s_aux.float().contiguous())
+            q = array_from_tensor("query", query)
+            out = tensor_from_array(attend(q, scale=scaling, softcap=softcap, sink_logits=logits))
             out = out.transpose(1, 2).contiguous()
         else:
             # The first forward is exact: nothing is encoded yet, and torch attends over the tensors given.

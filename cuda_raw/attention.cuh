@@ -7,9 +7,10 @@
 //
 //   partial (b, h, splits, Q, dv + 2) float32: the mix, not normalized, then the largest score and the sum of weights
 //
-// splits 0 .. page_splits - 1 are of `pages_per_split` pages, then come `sink_splits` and the window's, of
-// `exact_per_split` exact tokens each. A split beyond a row's tokens is neither written nor read. The signature of a page
-// kernel, whatever it computes with:
+// splits 0 .. page_splits - 1 are of pages, then come `sink_splits` and the window's. These are how many there are at
+// most: each row's tokens are cut by their own counts, which are read on the device, so that a launch stays right when
+// they change. A split beyond a row's tokens is neither written nor read. The signature of a page kernel, whatever it
+// computes with:
 //
 //   template <class Key, class Value, ...>
 //   __global__ void attend_pages_...(
@@ -28,7 +29,7 @@
 struct Shapes {
   i64 capacity, record_bytes, bias_tokens, sink_room, window_room;
   int b, h, s, ratio, queries;
-  int splits, page_splits, pages_per_split, sink_splits, exact_per_split;
+  int splits, page_splits, page_step, sink_splits, exact_step;  // runs are multiples of so many pages, or tokens
   int has_limits, bias_heads, sketch_width, outlier_width;
   float cap;                     // the soft cap in units of log2; 0: none
   float factor, outlier_factor;  // c / m of the projections
@@ -47,6 +48,37 @@ __device__ __forceinline__ RowCounts row_counts(const i64* counts, int row, cons
 
 __device__ __forceinline__ i64 row_tokens(const RowCounts& row, const Shapes& shapes) {
   return row.sinks + row.pages * shapes.keys.tokens + row.window;
+}
+
+// How long runs are that n pages, or tokens, of a row are cut into: at most `splits` equal ones, multiples of `step`. A
+// row has less than 2^31 of either.
+__device__ __forceinline__ int run_length(int n, int splits, int step) {
+  const u32 steps = ((u32)n + step - 1) / step;
+  return (int)((steps + splits - 1) / splits) * step;
+}
+
+// A split's run, `count` pages or tokens from `first` on; none where that is 0.
+struct Cut {
+  int first, count;
+};
+
+__device__ __forceinline__ Cut cut_of(i64 held, int split, int splits, int step) {
+  const int n = (int)held, run = run_length(n, splits, step), first = split * run;
+  return {first, max(min(run, n - first), 0)};
+}
+
+__device__ __forceinline__ Cut page_cut(const RowCounts& row, int split, const Shapes& shapes) {
+  return cut_of(row.pages, split, shapes.page_splits, shapes.page_step);
+}
+
+__device__ __forceinline__ int window_splits(const Shapes& shapes) {
+  return shapes.splits - shapes.page_splits - shapes.sink_splits;
+}
+
+// The run of split `split` of the exact tokens, those of the sinks first.
+__device__ __forceinline__ Cut exact_cut(const RowCounts& row, int split, const Shapes& shapes) {
+  if (split < shapes.sink_splits) return cut_of(row.sinks, split, shapes.sink_splits, shapes.exact_step);
+  return cut_of(row.window, split - shapes.sink_splits, window_splits(shapes), shapes.exact_step);
 }
 
 // How many of a row's tokens query r of Q sees.

@@ -9,16 +9,52 @@ __global__ void prepare_queries(const T* __restrict__ q, float* __restrict__ out
     out[at] = to_float(q[at]) * unit;
 }
 
+constexpr int SKETCH_QUERIES = 8, SKETCH_ROWS = 64, SKETCH_CHANNELS = 256;
+
+// Products out (n, width) of queries q (n, d) with a transposed projection, table (d, width). A thread has a row of the
+// projection, a block SKETCH_QUERIES queries: grid (n / SKETCH_QUERIES, width / SKETCH_ROWS), rounded up.
+__global__ void __launch_bounds__(SKETCH_ROWS)
+    sketch_queries(const float* __restrict__ q, const float* __restrict__ table, float* __restrict__ out, i64 n, int d,
+                   int width) {
+  __shared__ __align__(16) float channels[SKETCH_CHANNELS][SKETCH_QUERIES];
+  const i64 first = (i64)blockIdx.x * SKETCH_QUERIES;
+  const int row = blockIdx.y * SKETCH_ROWS + threadIdx.x;
+  float sums[SKETCH_QUERIES] = {};
+  for (int from = 0; from < d; from += SKETCH_CHANNELS) {
+    const int here = min(SKETCH_CHANNELS, d - from);
+    __syncthreads();
+    for (int at = threadIdx.x; at < SKETCH_QUERIES * here; at += SKETCH_ROWS) {
+      const int query = at / here, c = at % here;
+      channels[c][query] = first + query < n ? q[(first + query) * d + from + c] : 0.f;
+    }
+    __syncthreads();
+    if (row >= width) continue;
+#pragma unroll 8
+    for (int c = 0; c < here; ++c) {
+      const float number = table[(i64)(from + c) * width + row];
+      const float4 low = *reinterpret_cast<const float4*>(channels[c]);
+      const float4 high = *reinterpret_cast<const float4*>(channels[c] + 4);
+      const float of[SKETCH_QUERIES] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int query = 0; query < SKETCH_QUERIES; ++query) sums[query] = fmaf(of[query], number, sums[query]);
+    }
+  }
+  if (row >= width) return;
+#pragma unroll
+  for (int query = 0; query < SKETCH_QUERIES; ++query)
+    if (first + query < n) out[(first + query) * width + row] = sums[query];
+}
+
 constexpr int MOST_SPLITS = 1024, COMBINE_THREADS = 128, COMBINE_WARPS = COMBINE_THREADS / 32;
 
-// The splits that a row has, one after another, though each kind has a place for the longest row's.
+// The splits that a row has, one after another, though each kind has places for as many as there can be.
 struct RowSplits {
   int pages, sinks, window;
 
   __device__ RowSplits(const RowCounts& row, const Shapes& shapes)
-      : pages(count(row.pages, shapes.pages_per_split)),
-        sinks(count(row.sinks, shapes.exact_per_split)),
-        window(count(row.window, shapes.exact_per_split)) {}
+      : pages(count(row.pages, shapes.page_splits, shapes.page_step)),
+        sinks(count(row.sinks, shapes.sink_splits, shapes.exact_step)),
+        window(count(row.window, window_splits(shapes), shapes.exact_step)) {}
 
   __device__ int size() const { return pages + sinks + window; }
 
@@ -29,7 +65,11 @@ struct RowSplits {
   }
 
  private:
-  static __device__ int count(i64 n, int step) { return (int)((n + step - 1) / step); }
+  static __device__ int count(i64 n, int splits, int step) {
+    if (n <= 0) return 0;
+    const u32 run = run_length((int)n, splits, step);
+    return (int)(((u32)n + run - 1) / run);
+  }
 };
 
 __device__ __forceinline__ float block_max(float x, float* room) {

@@ -12,13 +12,12 @@ __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   const int split = split_of_block<QUERIES>(shapes);
   const RowCounts row = row_counts(counts, tile.row, shapes);
   const bool of_sinks = split < shapes.sink_splits;
-  const i64 first = (i64)(of_sinks ? split : split - shapes.sink_splits) * shapes.exact_per_split;
-  const i64 held = (of_sinks ? row.sinks : row.window) - first;
-  if (held <= 0) return;
+  const Cut cut = exact_cut(row, split, shapes);
+  if (cut.count == 0) return;
   const i64 head = (i64)tile.row * shapes.h + tile.head;
   const i64 token =
-      of_sinks ? head * shapes.sink_room + first : head * shapes.window_room + row.window_start + first;
-  const i64 position = first + (of_sinks ? 0 : row.sinks + row.pages * shapes.keys.tokens);
+      of_sinks ? head * shapes.sink_room + cut.first : head * shapes.window_room + row.window_start + cut.first;
+  const i64 position = cut.first + (of_sinks ? 0 : row.sinks + row.pages * shapes.keys.tokens);
   const KeyNumber* k = (of_sinks ? sink_k : window_k) + token * shapes.keys.width;
   const ValueNumber* v = (of_sinks ? sink_v : window_v) + token * shapes.values.width;
   const Run run = {reinterpret_cast<const u8*>(k),
@@ -26,7 +25,7 @@ __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
                    (i64)sizeof(KeyNumber) * LANES * shapes.keys.width,
                    (i64)sizeof(ValueNumber) * LANES * shapes.values.width,
                    0,
-                   (int)min((i64)shapes.exact_per_split, held),
+                   cut.count,
                    position};
   attend_run<ExactKeys<KeyNumber>, ExactValues<ValueNumber>, QUERIES, WARPS>(
       run, tile, shapes.page_splits + split, q, nullptr, nullptr, nullptr, counts, limits, bias, partial, shapes);

@@ -54,4 +54,5 @@ ATTENTION = (
         for name in ("prepare_queries", "combine_splits")
         for number in NUMBERS
     ),
+    ("attention_combine.cu", "sketch_queries"),
 )

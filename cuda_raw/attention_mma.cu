@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(MOST_THREADS<Keys, Values>, 1)
   const int split = blockIdx.x / query_tiles, first_query = blockIdx.x % query_tiles * operands * ROWS;
   const int row = blockIdx.z, head = blockIdx.y, rows = min(operands * ROWS, shapes.queries - first_query);
   const RowCounts held = row_counts(counts, row, shapes);
-  const i64 first_page = (i64)split * shapes.pages_per_split;
-  if (first_page >= held.pages) return;
+  const Cut cut = page_cut(held, split, shapes);
+  if (cut.first >= held.pages) return;
 
   u8* queries = room;
   QueryRow* query_rows = reinterpret_cast<QueryRow*>(queries + operands * QUERY_BYTES);
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(MOST_THREADS<Keys, Values>, 1)
   u8 *page_buffers = buffers + 2 * STAGE_BYTES, *kept = page_buffers + 2 * Keys::PAGE_BYTES;
   exchange += warp * Keys::EXCHANGES;
 
-  const int tokens = (int)min((i64)shapes.pages_per_split, held.pages - first_page) * p;
-  const i64 position = held.sinks + first_page * p;
+  const int tokens = cut.count * p;
+  const i64 position = held.sinks + (i64)cut.first * p;
   // How many of the split's tokens a query row of the block sees.
   const auto seen_here = [&](int query) {
     const i64 seen = tokens_seen(limits, held, row, first_query + query, shapes) - position;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(MOST_THREADS<Keys, Values>, 1)
     __syncthreads();
   }
   const u8* records =
-      kept_pointer(pages + (((i64)row * shapes.h + head) * shapes.capacity + first_page) * shapes.record_bytes);
+      kept_pointer(pages + (((i64)row * shapes.h + head) * shapes.capacity + cut.first) * shapes.record_bytes);
   const u32 reciprocal = Values::group_reciprocal(shapes.values);
   const auto fetch = [&](const Place& at, int stage, int slot) {
     const u8* record = records + (u64)at.page * (u32)shapes.record_bytes;

@@ -22,7 +22,7 @@ STATIC_BYTES = 1 << 10
 _SIDE = np.dtype([(name, np.int32) for name in SideSpec._fields], align=True)
 _LONG = ("capacity", "record_bytes", "bias_tokens", "sink_room", "window_room")
 _INT = (
-    *("b", "h", "s", "ratio", "queries", "splits", "page_splits", "pages_per_split", "sink_splits", "exact_per_split"),
+    *("b", "h", "s", "ratio", "queries", "splits", "page_splits", "page_step", "sink_splits", "exact_step"),
     *("has_limits", "bias_heads", "sketch_width", "outlier_width"),
 )
 _FLOAT = ("cap", "factor", "outlier_factor")
@@ -48,41 +48,39 @@ class PageKernel(NamedTuple):
     queries: int  #: rows of Q that a block takes
     threads: int
     shared: int  #: bytes of dynamic shared memory
-    tokens: int  #: splits of more than that many are a multiple of it
+    tokens: int  #: that a block takes at a time: splits are multiples of it
 
 
 class Splits(NamedTuple):
-    """How the tokens of all rows are split, as fields of :data:`SHAPES`."""
+    """How tokens are split at most, as fields of :data:`SHAPES`; each row's runs follow from its counts on the device.
+
+    Runs are multiples of `page_step` pages, or of `exact_step` tokens.
+    """
 
     splits: int
     page_splits: int
-    pages_per_split: int
+    page_step: int
     sink_splits: int
-    exact_per_split: int
+    exact_step: int
 
 
 def _divide(n: int, step: int) -> int:
     return -(-n // step)
 
 
-def _run(n: int, wanted: int, step: int, most: int) -> int:
-    """Length of runs that `n` is cut into: about `wanted` runs, at most `most`, in multiples of `step`."""
-    return _divide(max(_divide(n, max(1, wanted)), _divide(n, most), 1), step) * step
-
-
 @lru_cache(maxsize=4096)
 def plan_splits(
     layout: PageLayout, pages: int, sinks: int, window: int, *, heads: int, tiles: int, step: int, multiprocessors: int
 ) -> Splits:
-    """Splits for rows of at most so many pages and exact tokens.
+    """Splits for rows of at most so many pages, first tokens and tokens of the window.
 
     `heads` is b * h, `tiles` the blocks that a split's queries take, `step` the tokens that a block takes at a time.
     """
-    wanted = _divide(BLOCKS_A_MULTIPROCESSOR * multiprocessors, heads * tiles)
-    page_run = _run(pages, wanted, _divide(step, layout.page_tokens), MOST_PAGE_SPLITS)
-    exact_run = _run(max(sinks, window), wanted, step, MOST_EXACT_SPLITS)
-    counts = (_divide(pages, page_run), _divide(sinks, exact_run), _divide(window, exact_run))
-    return Splits(sum(counts), counts[0], page_run, counts[1], exact_run)
+    wanted = max(1, _divide(BLOCKS_A_MULTIPROCESSOR * multiprocessors, heads * tiles))
+    page_step = _divide(step, layout.page_tokens)
+    of_pages = min(_divide(pages, page_step), wanted, MOST_PAGE_SPLITS)
+    of_sinks, of_window = (min(_divide(n, step), wanted, MOST_EXACT_SPLITS) for n in (sinks, window))
+    return Splits(of_pages + of_sinks + of_window, of_pages, page_step, of_sinks, step)
 
 
 @cache

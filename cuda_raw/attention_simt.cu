@@ -10,14 +10,13 @@ __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   const QueryTile tile = query_tile<QUERIES>(shapes);
   const int split = split_of_block<QUERIES>(shapes);
   const RowCounts row = row_counts(counts, tile.row, shapes);
-  const i64 first = (i64)split * shapes.pages_per_split;
-  if (first >= row.pages) return;
-  const int held = (int)min((i64)shapes.pages_per_split, row.pages - first);
+  const Cut cut = page_cut(row, split, shapes);
+  if (cut.count == 0) return;
   const u8* record =
-      pages + (((i64)tile.row * shapes.h + tile.head) * shapes.capacity + first) * shapes.record_bytes;
+      pages + (((i64)tile.row * shapes.h + tile.head) * shapes.capacity + cut.first) * shapes.record_bytes;
   const int p = shapes.keys.tokens;
   const Run run = {record,   record + shapes.keys.nbytes, shapes.record_bytes, shapes.record_bytes, __ffs(p / LANES) - 1,
-                   held * p, row.sinks + first * p};
+                   cut.count * p, row.sinks + (i64)cut.first * p};
   attend_run<Key, Value, QUERIES, WARPS>(run, tile, split, q, sketched, table, outlier_table, counts, limits, bias, partial,
                                   shapes);
 }

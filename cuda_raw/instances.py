@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvsketch._checks import BITS, FLOAT_DTYPES
 from kvsketch.codecs import Codec, Exact, GroupedInts, Side, SignSketch, TokenInts
-from kvsketch.cuda_raw import attention, attention_mma, attention_simt, palu, palu_plan
+from kvsketch.cuda_raw import attention, attention_mma, attention_simt, device_step, palu, palu_plan
 from kvsketch.cuda_raw.attention_instances import EXACT, SIMT
 from kvsketch.cuda_raw.attention_mma_instances import MMA
 from kvsketch.cuda_raw.attention_plan import PageKernel
@@ -90,6 +90,8 @@ def _simt() -> Iterator[Instance]:
     for name, threads in (("prepare_queries", PREPARE_THREADS), ("combine_splits", attention.COMBINE_THREADS)):
         for number in attention_simt.NUMBERS:
             yield _everywhere(attention.COMBINE_FILE, f"{name}<{number}>", threads)
+    yield _everywhere(attention.COMBINE_FILE, "sketch_queries", attention.SKETCH_ROWS)
+    yield _everywhere(device_step.FILE, "append_token", device_step.THREADS)
 
 
 def _width(warps: int) -> int:

@@ -94,27 +94,26 @@ struct LatentRun {
 __device__ __forceinline__ LatentRun latent_run(const u8* keys, const u8* values, const u8* window_keys,
                                                 const u8* window_values, int row, int split, const RowCounts& counts,
                                                 const Shapes& shapes, const Rebuild& rebuild) {
-  const bool of_sinks = split < shapes.sink_splits;
   if (!rebuild.exact) {
-    const i64 first = (i64)split * shapes.pages_per_split;
-    const int p = shapes.keys.tokens;
-    const int tokens = (int)max(min((i64)shapes.pages_per_split, counts.pages - first), 0ll) * p;
-    const u8* record = keys + (row * shapes.capacity + first) * shapes.record_bytes;
+    const Cut cut = page_cut(counts, split, shapes);
+    const int p = shapes.keys.tokens, tokens = cut.count * p;
+    const u8* record = keys + (row * shapes.capacity + cut.first) * shapes.record_bytes;
     return {{record, shapes.record_bytes, p, tokens, shapes.keys.kind == EXACT},
             {record + shapes.keys.nbytes, shapes.record_bytes, p, tokens, shapes.values.kind == EXACT},
             tokens,
-            counts.sinks + first * p};
+            counts.sinks + (i64)cut.first * p};
   }
-  const i64 first = (i64)(of_sinks ? split : split - shapes.sink_splits) * shapes.exact_per_split;
-  const i64 held = min((i64)shapes.exact_per_split, (of_sinks ? counts.sinks : counts.window) - first);
-  const i64 token = of_sinks ? row * shapes.sink_room + first : row * shapes.window_room + counts.window_start + first;
-  const int tokens = (int)max(held, 0ll);
+  const bool of_sinks = split < shapes.sink_splits;
+  const Cut cut = exact_cut(counts, split, shapes);
+  const i64 token =
+      of_sinks ? row * shapes.sink_room + cut.first : row * shapes.window_room + counts.window_start + cut.first;
+  const int tokens = cut.count;
   return {{(of_sinks ? keys : window_keys) + token * shapes.keys.width * number_bytes(shapes.keys), 0, ONE_PAGE, tokens,
            true},
           {(of_sinks ? values : window_values) + token * shapes.values.width * number_bytes(shapes.values), 0, ONE_PAGE,
            tokens, true},
           tokens,
-          first + (of_sinks ? 0 : counts.sinks + counts.pages * shapes.keys.tokens)};
+          cut.first + (of_sinks ? 0 : counts.sinks + counts.pages * shapes.keys.tokens)};
 }
 
 // The row of RoPE's tables for the token that lies at `position` in its row.

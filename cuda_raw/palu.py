@@ -205,7 +205,7 @@ def _attend(
     if b * hq * s == 0:
         return xp.empty((b, hq, s, dv), dtype=q.dtype)
     keys = plan_keys(matrices, d, hq * s, rope=rope, key_norm=key_norm, first=first, softcap=softcap)
-    counts = np.array((view.page_counts, view.sink_counts, view.window_starts, view.window_counts), np.int64)
+    counts = view.counts
     *kernels, splits = plan_kernels(
         layout, keys, hq * s, counts,
         architecture=architecture(), multiprocessors=multiprocessors(device), coefficients=coefficients,
@@ -218,7 +218,7 @@ def _attend(
     }  # fmt: skip
     shapes = make_shapes(layout, splits, tuple(numbers.items()))
     masks = _Masks(
-        xp.asarray(counts),
+        xp.asarray(counts) if view.device_counts is None else view.device_counts,
         dummy_array(device, "int64") if first is None else xp.asarray(first.counts).astype(xp.int64),
         dummy_array(device, "int64") if limits is None else xp.ascontiguousarray(limits, dtype=xp.int64),
         _floats(bias, device),

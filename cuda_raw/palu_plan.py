@@ -77,7 +77,7 @@ class LatentKernel(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Splits of more than that many tokens are a multiple of it."""
+        """Tokens that a block takes at a time: splits are multiples of it."""
         return LANES * self.groups
 
 
@@ -200,7 +200,7 @@ def plan_kernels(
     splits = of_pages._replace(
         splits=of_pages.splits + of_exact.splits,
         sink_splits=of_exact.sink_splits,
-        exact_per_split=of_exact.exact_per_split,
+        exact_step=of_exact.exact_step,
     )
     return kernels[0], kernels[1], splits
 

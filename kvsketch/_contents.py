@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsketch._device_counts import DeviceCounts
 from kvsketch._dispatch import engine_for, kernel_level, namespace, on_device_of
 from kvsketch._exact_store import ExactStore
 from kvsketch._page_store import PageStore
@@ -31,10 +32,15 @@ class Contents:
     prepared: tuple[Any, Any, Any] = (None, None, None)
     #: Query rows of a key/value head that attended last: hq/h queries of each of s positions.
     queries: int = 0
+    #: The counts on a device; what steps there have used; whether one was prepared: see :mod:`kvsketch._prepared_step`.
+    device_counts: DeviceCounts | None = None
+    steps: Any = None
+    step_ready: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # A step knows addresses of this very object's buffers.
-        return {name: value for name, value in self.__dict__.items() if name != "prepared"}
+        # Steps know addresses of this very object's buffers.
+        own = ("prepared", "device_counts", "steps", "step_ready")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     @property
     def changes(self) -> int:
@@ -45,6 +51,38 @@ class Contents:
     def lengths(self) -> Any:
         """(b,) int64: tokens of each row, without padding."""
         return self.exact.token_counts + self.pages.counts * self.exact.page
+
+    @property
+    def counts(self) -> Any:
+        """(4, b) int64: pages, first tokens, starts of the windows and their tokens."""
+        exact = self.exact
+        return np.array((self.pages.counts, exact.sink_counts, exact.starts, exact.counts), np.int64)
+
+    def send_counts(self) -> Any:
+        """The counts beside the tokens, sent there if they have changed; None for NumPy."""
+        if isinstance(self.pages.pages, np.ndarray):
+            return None
+        if self.device_counts is None:
+            self.device_counts = DeviceCounts(namespace(self.pages.pages), len(self.pages.counts))
+        return self.device_counts.send(self.counts)
+
+    def make_ready(self, s: int, *, padded: bool, engine: str | None) -> None:
+        """Encode the pages that are due and make room for `s` more tokens; nothing changes when memory is short."""
+        exact, pages = self.exact, self.pages
+        due = exact.due()
+        encoded = None if due is None else pages.encode(exact, due, engine)
+        self.positions.make_room(s, padded)
+        exact.make_room(s, None if due is None else due * exact.page)
+        if encoded is not None:
+            pages.commit(encoded)
+        self.step_ready = False
+
+    def count_token(self) -> None:
+        """Count the token that a step stores on the device, where the same counts are expected."""
+        assert self.device_counts is not None
+        self.exact.count_token()
+        self.positions.append(1)
+        self.device_counts.expect(self.counts)
 
     def take(self, rows: Any) -> Contents:
         """New contents of the given rows, which may repeat."""
@@ -59,12 +97,14 @@ class Contents:
             self.exact.put(rows, other.exact)
             self.pages.put(rows, other.pages)
         self.positions.put(rows, other.positions)
+        self.step_ready = False
 
     def crop(self, keep: int, dropped: Any) -> None:
         """Keep the first `keep` positions, which leaves out the last `dropped` (b,) tokens of each row."""
         with on_device_of(self.pages.pages):
             self.exact.crop(dropped)
         self.positions.crop(keep)
+        self.step_ready = False
 
 
 def due_pages(n: int, settings: LayerSettings, page: int) -> int:
@@ -149,7 +189,7 @@ class CacheSizes:
     @property
     def saturated(self) -> int:
         """Scales, zeros and norms that were beyond float16 and stored as its largest number, since the last reset."""
-        return 0 if self._contents is None else self._contents.pages.saturated
+        return 0 if self._contents is None else int(self._contents.pages.saturated)
 
     @property
     def key_nbytes(self) -> int:

@@ -116,19 +116,34 @@ class ExactStore(Changing):
         capacity = self.window_k.shape[2]
         wanted = max(live + extra + self.page, self.usual_room)
         if end + extra > capacity or capacity > 2 * wanted:
-            if live + extra <= capacity <= 2 * wanted:
-                window_k, window_v = self.window_k, self.window_v
-            else:
-                window_k, window_v = (
-                    namespace(a).zeros((*a.shape[:2], wanted, a.shape[3]), dtype=a.dtype)
-                    for a in (self.window_k, self.window_v)
-                )
-            for rows in self._blocks():
-                start, count = int(starts[rows][0]), int(counts[rows][0])
-                window_k[rows, :, :count] = self.window_k[rows, :, start : start + count]
-                window_v[rows, :, :count] = self.window_v[rows, :, start : start + count]
-            self.window_k, self.window_v, starts = window_k, window_v, np.zeros_like(starts)
+            fits = live + extra <= capacity <= 2 * wanted
+            starts = self._move_window(None if fits else wanted, starts, counts)
         self.starts, self.counts = starts, counts
+
+    def settle(self) -> None:
+        """Give the window the room that it keeps from now on, unless pages are due: it may hold too much then."""
+        capacity, live = self.window_k.shape[2], int(self.counts.max())
+        if not self.usual_room <= capacity <= 2 * self.usual_room:
+            self.starts = self._move_window(max(self.usual_room, live + self.page), self.starts, self.counts)
+
+    def _move_window(self, room: int | None, starts: Any, counts: Any) -> Any:
+        """Move tokens to the beginning of the window, or of one of `room` tokens; the new starts (b,)."""
+        window_k, window_v = self.window_k, self.window_v
+        if room is not None:
+            window_k, window_v = (
+                namespace(a).zeros((*a.shape[:2], room, a.shape[3]), dtype=a.dtype) for a in (window_k, window_v)
+            )
+        for rows in self._blocks():
+            start, count = int(starts[rows][0]), int(counts[rows][0])
+            window_k[rows, :, :count] = self.window_k[rows, :, start : start + count]
+            window_v[rows, :, :count] = self.window_v[rows, :, start : start + count]
+        self.window_k, self.window_v = window_k, window_v
+        return np.zeros_like(starts)
+
+    def count_token(self) -> None:
+        """Count one more token a row, which somebody else stores: with the first ones where there is room, or last."""
+        first = self.sink_counts < self.sink_k.shape[2]
+        self.sink_counts, self.counts = self.sink_counts + first, self.counts + ~first
 
     def append(self, k: Any, v: Any, valid: Any = None) -> None:
         """Store the tokens k (b, h, s, d), v (b, h, s, dv) where `valid` (b, s) is true; there must be room."""

@@ -61,6 +61,8 @@ def _converted(contents: Contents, upload: Callable[[Any], Any]) -> Contents:
     held = contents.exact
     arrays = {name: getattr(held, name) for name in held.ARRAYS}
     exact = replace(held, **{name: upload(x) if name in _EXACT else x.copy() for name, x in arrays.items()})
-    moved_pages = replace(pages, pages=records, counts=pages.counts.copy(), channels=channels)
+    moved_pages = replace(
+        pages, pages=records, counts=pages.counts.copy(), channels=channels, saturated=int(pages.saturated)
+    )
     positions = contents.positions.take(np.arange(len(pages.counts)))
     return Contents(exact, moved_pages, positions, contents.given, queries=contents.queries)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsketch._dispatch import namespace
+from kvsketch._dispatch import implementation, namespace
 from kvsketch._exact_store import Changing, ExactStore, take_rows
 from kvsketch.codecs import SignSketch
 from kvsketch.layout import PageLayout
-from kvsketch.pages import encode_keys, encode_values, select_channels
+from kvsketch.pages import select_channels
 
 #: Tokens of a row that are encoded at a time, so that the encoders' temporaries stay bounded.
 ENCODE_TOKENS = 4096
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
 
     counts: Any  #: (b,) int64
     channels: Any
-    saturated: int
+    saturated: Any
 
 
 @dataclass
@@ -54,7 +54,9 @@ class PageStore(Changing):
     pages: Any  #: (b, h, capacity, record_bytes) uint8
     counts: Any  #: (b,) int64, on the host
     channels: Any = None  #: (b, h, outliers) uint16
-    saturated: int = 0  #: numbers that were beyond float16 when stored, since the store was created
+    #: Numbers that were beyond float16 when stored, since the store was created: an int, or on a device an array of no
+    #: axes, so that nobody waits for it.
+    saturated: Any = 0
 
     @classmethod
     def create(cls, xp: ModuleType, layout: PageLayout, b: int, h: int, capacity: int = 0) -> PageStore:
@@ -96,7 +98,7 @@ class PageStore(Changing):
         if needed > capacity:
             self.reserve(max(needed, capacity + capacity // 4))
         channels = None if self.channels is None else self.channels.copy()
-        saturated = 0
+        saturated: Any = 0
         uniform = exact.aligned and bool((self.counts == self.counts[0]).all())
         b = len(due)
         for rows in [slice(0, b)] if uniform else [slice(row, row + 1) for row in range(b)]:
@@ -107,38 +109,34 @@ class PageStore(Changing):
                     window = exact.window_k[rows, :, start:end]
                     channels[rows] = select_channels(window, self.layout.keys, engine=engine)
                 chosen = None if channels is None else channels[rows]
-                saturated += self._encode_rows(rows, first, count, exact, chosen, engine)
+                saturated = saturated + self._encode_rows(rows, first, count, exact, chosen, engine)
         return Encoded(due, channels, saturated)
 
     def _encode_rows(
         self, rows: slice, first: int, count: int, exact: ExactStore, channels: Any, engine: str | None
-    ) -> int:
+    ) -> Any:
         """Encode `count` pages of rows with equal counts, to page `first` and on; number of saturations."""
         p, split = self.layout.page_tokens, self.layout.value_offset
         start = int(exact.starts[rows][0])
         step = max(1, ENCODE_TOKENS // p)
-        saturated = 0
+        saturated: Any = 0
         for done in range(0, count, step):
             now = min(step, count - done)
             tokens = slice(start + done * p, start + (done + now) * p)
             out = self.pages[rows, :, first + done : first + done + now]
-            saturated += encode_keys(
-                exact.window_k[rows, :, tokens],
-                self.layout.keys,
-                channels=channels,
-                out=out[..., :split],
-                engine=engine,
-            )[1]
-            saturated += encode_values(
-                exact.window_v[rows, :, tokens], self.layout.values, out=out[..., split:], engine=engine
-            )[1]
+            k, v = exact.window_k[rows, :, tokens], exact.window_v[rows, :, tokens]
+            # Not by kvsketch.pages, whose result is an int: on a device that would wait.
+            of_keys = implementation("pages.encode_keys", k, engine=engine)
+            saturated = saturated + of_keys(k, self.layout.keys, channels=channels, out=out[..., :split])
+            of_values = implementation("pages.encode_values", v, engine=engine)
+            saturated = saturated + of_values(v, self.layout.values, out=out[..., split:])
         return saturated
 
     def commit(self, encoded: Encoded) -> None:
         """Count the pages that :meth:`encode` wrote."""
         self.counts = self.counts + encoded.counts
         self.channels = encoded.channels
-        self.saturated += encoded.saturated
+        self.saturated = self.saturated + encoded.saturated
 
     def take(self, rows: Any) -> PageStore:
         """A new store of the given rows, which may repeat."""

@@ -49,7 +49,7 @@ def cache_to_tensors(cache: Cache, prefix: str) -> tuple[dict[str, Any], dict[st
         "value_dtype": str(contents.given[1]),
         "page_tokens": pages.layout.page_tokens,
         "record_bytes": pages.layout.record_bytes,
-        "saturated": pages.saturated,
+        "saturated": int(pages.saturated),
         "padded": valid is not None,
     }
     with on_device_of(pages.pages):

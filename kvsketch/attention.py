@@ -33,6 +33,16 @@ class CacheView(NamedTuple):
     window_counts: Any  #: (b,) int64
 
     @property
+    def counts(self) -> Any:
+        """(4, b) int64: pages, first tokens, starts of the windows and their tokens."""
+        return np.array((self.page_counts, self.sink_counts, self.window_starts, self.window_counts), np.int64)
+
+    @property
+    def device_counts(self) -> Any:
+        """The counts beside the tokens, if somebody keeps them there; None: whoever attends has to send them."""
+        return None
+
+    @property
     def lengths(self) -> Any:
         """(b,) int64: tokens of each row."""
         return self.sink_counts + self.page_counts * self.layout.page_tokens + self.window_counts
@@ -50,6 +60,21 @@ class CacheView(NamedTuple):
         if d != self.layout.keys.width or b != rows:
             raise ValueError(f"q must have shape ({rows}, hq, s, {self.layout.keys.width}), got {tuple(q.shape)}")
         check_gqa(hq, h)
+
+
+class HeldView(CacheView):
+    """A cache's own view, which knows its counts on the device; what ``_replace`` makes of it does not."""
+
+    _device_counts: Any = None
+
+    @property
+    def device_counts(self) -> Any:
+        return self._device_counts
+
+    def with_counts(self, device_counts: Any) -> HeldView:
+        """The same view; `device_counts` are its counts, (4, b) int64, or None."""
+        self._device_counts = device_counts
+        return self
 
 
 def attend(

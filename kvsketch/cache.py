@@ -21,16 +21,17 @@ import numpy as np
 
 from kvsketch._attend import COEFFICIENTS, attend_checked
 from kvsketch._checks import check_choice, check_integer, check_ndim, on_host
-from kvsketch._contents import CacheSizes, Contents, due_pages, new_contents
+from kvsketch._contents import Contents, due_pages, new_contents
 from kvsketch._dispatch import ENGINES, namespace, on_device_of
+from kvsketch._prepared_step import PreparedSteps
 from kvsketch._token_checks import cast_tokens, check_finite, check_tokens, float_dtype
-from kvsketch.attention import CacheView
+from kvsketch.attention import CacheView, HeldView
 from kvsketch.codecs import Codec, GroupedInts
 from kvsketch.methods import DEFAULT_RESIDUAL_LENGTH, DEFAULT_SINK_TOKENS, LayerSettings
 from kvsketch.pages import decode_keys, decode_values
 
 
-class Cache(CacheSizes):
+class Cache(PreparedSteps):
     """Keys and values of one layer, compressed; grows by :meth:`append` and is read by :meth:`attend`.
 
     Batch, heads, head sizes and dtypes are those of the first append (:meth:`reset` forgets them). A call that raises
@@ -114,7 +115,7 @@ class Cache(CacheSizes):
             contents = new_contents(self.settings, k, v, self.exact_dtype, self.max_tokens)
         elif contents.given != (k.dtype, v.dtype, k.shape[0], k.shape[1], k.shape[3], v.shape[3]):
             self._check_fits(contents, k, v)
-        exact, pages, positions = contents.exact, contents.pages, contents.positions
+        exact, positions = contents.exact, contents.positions
         stored_k, stored_v = cast_tokens(k, exact.window_k.dtype), cast_tokens(v, exact.window_v.dtype)
         if self.checked:
             check_finite(self.name, "keys", stored_k, k, valid, positions.length)
@@ -122,13 +123,8 @@ class Cache(CacheSizes):
         s = k.shape[2]
         if s == 0:
             return
-        due = exact.due()
-        encoded = None if due is None else pages.encode(exact, due, self.engine)
-        positions.make_room(s, valid is not None)
-        exact.make_room(s, None if due is None else due * exact.page)
+        contents.make_ready(s, padded=valid is not None, engine=self.engine)
         # From here on nothing asks for more than a row's memory.
-        if encoded is not None:
-            pages.commit(encoded)
         exact.append(stored_k, stored_v, valid)
         positions.append(s, valid)
         self._contents = contents
@@ -148,13 +144,19 @@ class Cache(CacheSizes):
             exact.make_room(0, None if due is None else due * exact.page)
             if encoded is not None:
                 pages.commit(encoded)
+        self._contents.step_ready = False
 
     def reserve(self, n: int) -> None:
-        """Make room for `n` tokens a row, so that no buffer of pages grows before."""
+        """Make room for `n` tokens a row, so that no buffer of pages grows before.
+
+        Nor does the window then move to another buffer by steps of one token, unless pages are due now: flush before.
+        """
         check_integer("n", n, low=0)
         if self._contents is not None:
-            with on_device_of(self._contents.pages.pages):
-                self._contents.pages.reserve(due_pages(n, self.settings, self._contents.exact.page))
+            exact, pages = self._contents.exact, self._contents.pages
+            with on_device_of(pages.pages):
+                pages.reserve(due_pages(n, self.settings, exact.page))
+                exact.settle()
         self.max_tokens = max(n, self.max_tokens or 0)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -199,6 +201,7 @@ class Cache(CacheSizes):
         contents.queries = hq // contents.given[3] * s
         options = (scale, softcap, sink_logits, coefficients or self.coefficients, self.engine)
         with on_device_of(q):
+            view.with_counts(contents.send_counts())
             bias = None if mask is None else positions.bias(mask, s, hq)
             return attend_checked(q, view, None if limits is None else namespace(q).asarray(limits), bias, *options)
 
@@ -228,7 +231,7 @@ class Cache(CacheSizes):
 
         The next append, crop, reorder or flush makes the view invalid.
         """
-        view = self._view(self._held("view"))
+        view = CacheView(*self._view(self._held("view")))
         arrays: dict[str, Any] = {}
         for name, array in zip(view._fields[1:], view[1:], strict=True):
             arrays[name] = array[...] if isinstance(array, np.ndarray) else array
@@ -352,9 +355,9 @@ class Cache(CacheSizes):
             raise ValueError(f"{self.name} is empty; append keys and values before {call}")
         return self._contents
 
-    def _view(self, contents: Contents) -> CacheView:
+    def _view(self, contents: Contents) -> HeldView:
         exact, pages = contents.exact, contents.pages
-        return CacheView(
+        return HeldView(
             pages.layout,
             pages.pages,
             pages.counts,

@@ -41,14 +41,15 @@ def encode_keys(
         check_channels(channels, side.width)
     records = _records_for(k, side, out)
     run = implementation("pages.encode_keys", k, engine=engine)
-    return records, run(k, side, channels=channels, out=records)
+    return records, int(run(k, side, channels=channels, out=records))
 
 
 def encode_values(v: Any, side: SideLayout, *, out: Any = None, engine: str | None = None) -> tuple[Any, int]:
     """Encode whole pages of values `v` (..., P*p, dv); see :func:`encode_keys`."""
     _check_numbers("v", v, side, "values")
     records = _records_for(v, side, out)
-    return records, implementation("pages.encode_values", v, engine=engine)(v, side, out=records)
+    run = implementation("pages.encode_values", v, engine=engine)
+    return records, int(run(v, side, out=records))
 
 
 def decode_keys(records: Any, side: SideLayout, *, engine: str | None = None) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.findings import Findings, said
-from benchmarks.gpu.graphs import capture
+from benchmarks.gpu.graphs import Call, capture
 from benchmarks.gpu.launches import recorded
 from benchmarks.gpu.subjects import device_queries, drawn_shape
 from benchmarks.subjects import Shape, fill_cache, make_tokens
@@ -27,13 +27,15 @@ STEPS, DRY_STEPS = 16, 4
 DEVICE_STEPS, WARM_UP = 3, 2
 COLUMNS = ("what", "host us (quartiles)", "device us", "kernels of the engine", "captured in a graph", "replay us")
 ATTENTION = "attention"
+#: A step in two halves, of which the device's can be captured.
+PREPARED = "prepare_step and step"
 
 
 def measure(findings: Findings, device: Device) -> None:
     """Time everything first: a capture that fails may leave CuPy with an event that it cannot ask any more."""
     shape = DRY_SHAPE if device.dry_run else SHAPE
     title = f"A step at {shape}"
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Call] = {}
     for method in DRY_METHODS if device.dry_run else METHODS:
         calls |= {f"{method}, {name}": run for name, run in _calls(device, method, shape).items()}
     lines: dict[str, list[str]] = {}
@@ -50,23 +52,28 @@ def measure(findings: Findings, device: Device) -> None:
         findings.table(title, COLUMNS, list(lines.values()))
     findings.notes.append(
         "host: until the call returns, the device idle before. unchecked: a cache that does not look for NaN and "
-        "infinity, for which it waits. A graph of a whole step repeats the step at the same positions: it says whether "
-        "a step waits or sends, and is no decode loop."
+        f"infinity, for which it waits; so is that of {PREPARED}, whose replays include the host's half and go on from "
+        "token to token. Only these are a decode loop: a graph of any other call repeats it at the same positions, in "
+        "memory that the call has given back."
     )
 
 
-def _calls(device: Device, method: str, shape: Shape) -> dict[str, Callable[[], Any]]:
-    """Attention over a cache alone, and a step of one that appends a token and attends."""
+def _calls(device: Device, method: str, shape: Shape) -> dict[str, Call]:
+    """Attention over a cache alone, a step of one that appends a token and attends, and one in two halves."""
     checked = fill_cache(method, *(device.cupy.asarray(x.astype(np.float16)) for x in make_tokens(drawn_shape(shape))))
     checked.reserve(2 * shape.n)
     unchecked = checked.copy()
     unchecked.checked = False
+    stepped = unchecked.copy()
     q = device_queries(device, shape)
     token = device.cupy.asarray(np.ones((1, shape.h, 1, shape.d), np.float16))
+    out = device.cupy.empty(q.shape, q.dtype)
+    step = partial(stepped.step, q, token, token, out=out)
     return {
-        ATTENTION: partial(checked.copy().attend, q),
-        "append and attend": partial(_step, checked, token, q),
-        "the same, unchecked": partial(_step, unchecked, token, q),
+        ATTENTION: Call(partial(checked.copy().attend, q)),
+        "append and attend": Call(partial(_step, checked, token, q)),
+        "the same, unchecked": Call(partial(_step, unchecked, token, q)),
+        PREPARED: Call(step, stepped.prepare_step, lambda: partial(_step, stepped.copy(), token, q)),
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvsketch.attention import CacheView, attend
+from kvsketch.cache import Cache
 from kvsketch.codecs import Codec
 from kvsketch.cuda_raw import attention, attention_simt
 from kvsketch.cuda_raw.attention_plan import PageKernel
@@ -35,6 +36,23 @@ def attend_on_device(cupy: Any, q: Any, view: CacheView, **options: Any) -> Any:
     out = attend(queries, there, engine="cuda_raw", **given)
     assert counts.synchronisations == 0
     return out.get()
+
+
+def assert_same_bytes(there: Cache, here: Cache) -> None:
+    """Assert that two caches hold the same numbers of tokens and the same bytes of them."""
+    views = there.view(), here.view()
+    for name in ("page_counts", "sink_counts", "window_counts"):
+        np.testing.assert_array_equal(getattr(views[0], name), getattr(views[1], name))
+    for row in range(here.batch):
+        for name in ON_DEVICE:
+            of = {"pages": "page_counts", "sink_k": "sink_counts", "sink_v": "sink_counts"}.get(name, "window_counts")
+            count = int(getattr(views[1], of)[row])
+            arrays = []
+            for view in views:
+                start = int(view.window_starts[row]) if of == "window_counts" else 0
+                array = getattr(view, name)[row, :, start : start + count]
+                arrays.append(array if isinstance(array, np.ndarray) else array.get())
+            assert arrays[0].tobytes() == arrays[1].tobytes()
 
 
 def take_simt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,9 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 from kvsketch.adapters import decode_step, layers  # noqa: E402
 from kvsketch.adapters.transformers_cache import CompressedCache  # noqa: E402
+from kvsketch.cache import Cache  # noqa: E402
+from kvsketch.tests.cuda_host.arrays import ndarray  # noqa: E402
+from kvsketch.tests.cuda_host.fixtures import needs_harness  # noqa: E402
 from kvsketch.tests.tiny_models import greedy, left_padded, random_prompt, tiny_model  # noqa: E402
 
 
@@ -164,3 +167,27 @@ def test_tensors_that_do_not_lie_in_order_take_the_ordinary_calls() -> None:
     assert store.length == 150
     assert step(store, q, k, v, 0.25, None) is not None
     assert store.length == 151
+
+
+@needs_harness
+@pytest.mark.usefixtures("cupy")
+def test_a_model_on_a_device_takes_prepared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody looks at numbers, and not before the prompt is there; torch's tensors stand in for CUDA's."""
+    model, ids = tiny_model(), random_prompt(2, 70)
+    expected = greedy(model, ids, CompressedCache.for_model(model, "kivi-2", residual_length=32), new=6)
+    usual = layers.array_from_tensor, layers.tensor_from_array
+    monkeypatch.setattr(layers, "array_from_tensor", lambda name, x: ndarray(usual[0](name, x)))
+    monkeypatch.setattr(layers, "tensor_from_array", lambda x: usual[1](x.get()))
+    taken, step = [], Cache.step
+
+    def counted(self: Cache, *args: Any, **options: Any) -> Any:
+        taken.append(self)
+        return step(self, *args, **options)
+
+    monkeypatch.setattr(Cache, "step", counted)
+    for checked in (True, False):
+        taken.clear()
+        cache = CompressedCache.for_model(model, "kivi-2", residual_length=32, checked=checked)
+        assert torch.equal(greedy(model, ids, cache, new=6), expected)
+        assert len(taken) == (0 if checked else 2 * 5)
+        assert cache.get_seq_length() == 75

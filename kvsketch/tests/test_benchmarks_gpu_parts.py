@@ -26,6 +26,7 @@ from benchmarks.__main__ import app  # noqa: E402
 from benchmarks.gpu import decode, graphs, launches, parity, parts, processes, sanitizer  # noqa: E402
 from benchmarks.gpu.clock import HostClock  # noqa: E402
 from benchmarks.gpu.device import Device, opened  # noqa: E402
+from benchmarks.gpu.errors import LARGEST_ERRORS  # noqa: E402
 from benchmarks.gpu.findings import NOT_RUN, PASSED, Findings, NotRun  # noqa: E402
 from benchmarks.gpu.subjects import device_queries, store_on_device  # noqa: E402
 from benchmarks.rows import row_of  # noqa: E402
@@ -126,7 +127,7 @@ def test_what_a_graph_replays_is_compared(
         out = device.cupy.full(3, 2.0)
         replay = None if results is None else iter(results).__next__
         monkeypatch.setattr(device.cupy.cuda, "Stream", lambda non_blocking: FakeStream(out, replay, error))
-        captured = graphs.capture(device, lambda: out, repeatable=repeatable)
+        captured = graphs.capture(device, graphs.Call(lambda: out), repeatable=repeatable)
     assert text in captured.text
     assert (captured.replay_us is None) == (captured.text != "yes")
 
@@ -232,6 +233,7 @@ def test_a_dry_run_of_the_cheap_parts(tmp_path: Path) -> None:
     step = contents["parts"][1]
     assert step["details"]["kivi-2, attention"]["launches"] >= 3
     assert "no: CudaHostError" in step["details"]["kivi-2, append and attend"]["text"]
+    assert step["details"]["kivi-2, prepare_step and step"]["text"] == "yes"
     assert text.startswith("# kvsketch on a CUDA GPU")
     for words in ("dry run: times are not a GPU's", "stand-in, kernels on the CPU", "## Summary", "2 passed"):
         assert words in text
@@ -246,5 +248,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     by_name = {part["name"]: part for part in contents["parts"]}
     assert "nothing found" in by_name["sanitizer"]["facts"]["cuda_raw, without it"]
     assert {row["name"] for row in by_name["decode"]["rows"]} >= {"copy", decode.FLASH, "kivi-2", "qjl-256 int8"}
-    assert all(row["extra"]["error"] < 1e-3 for row in by_name["decode"]["rows"] if row["kind"] == "kvsketch")
+    errors = {row["name"]: row["extra"]["error"] for row in by_name["decode"]["rows"] if row["kind"] == "kvsketch"}
+    assert errors["kivi-2"] < 1e-3
+    assert errors["qjl-256 int8"] < LARGEST_ERRORS["int8"]
     assert "6 of 6 equal" in by_name["generate"]["facts"]["greedy tokens, float32"]

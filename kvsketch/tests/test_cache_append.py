@@ -242,6 +242,32 @@ def test_page_buffers_grow_by_a_quarter_and_not_within_what_was_reserved() -> No
     assert_same_rows(cache, 0, later, 0)
 
 
+@pytest.mark.parametrize("residual_length", [0, 20, 128])
+@pytest.mark.parametrize("prompt", [1, 3, 100, 700])
+@pytest.mark.parametrize(("spare", "loaded"), [(0, False), (0, True), (64, False)])
+def test_no_buffer_moves_by_steps_within_what_was_reserved(
+    prompt: int, spare: int, loaded: bool, residual_length: int
+) -> None:
+    """Nor the window's, whose room is settled when there is no page that is due."""
+    k, v = make_tokens(12, 2, 1, 1000)
+    cache = make_cache(sink_tokens=2, residual_length=residual_length)
+    valid = np.arange(prompt) >= np.array([[0], [prompt // 2]])
+    cache.append(k[:, :, :prompt], v[:, :, :prompt], valid=valid)
+    cache.flush(spare=spare)
+    if loaded:
+        cache = Cache.from_tensors(*cache.to_tensors())
+    cache.reserve(prompt + 250)
+    moved = []
+    for i in range(prompt, prompt + 250):
+        before = cache.view()
+        cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        after = cache.view()
+        moved.append(
+            any(getattr(before, x).ctypes.data != getattr(after, x).ctypes.data for x in ("pages", "window_k"))
+        )
+    assert sum(moved) <= (1 if spare else 0)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_exact_parts_keep_the_dtype_they_came_in_or_the_one_asked_for(dtype: str) -> None:
     import ml_dtypes

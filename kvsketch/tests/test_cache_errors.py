@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsketch import _page_store
+from kvsketch import _dispatch, _page_store
 from kvsketch._exact_store import ExactStore
 from kvsketch._page_store import PageStore
 from kvsketch._positions import Positions
@@ -146,8 +146,8 @@ def fail(*args: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (_page_store, "encode_keys"),
-        (_page_store, "encode_values"),
+        (_page_store, "pages.encode_keys"),
+        (_page_store, "pages.encode_values"),
         (PageStore, "reserve"),
         (ExactStore, "make_room"),
         (Positions, "make_room"),
@@ -161,7 +161,14 @@ def test_running_out_of_memory_changes_nothing(owner: Any, name: str, valid: boo
         append_in_chunks(each, k[:, :, :200], v[:, :, :200], [150, 50], padded[:, :200] if valid else None)
     before = cache_state(cache)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, fail)
+        if owner is _page_store:
+            found = {name: fail}
+            usual = _dispatch.implementation
+            patch.setattr(
+                owner, "implementation", lambda op, *args, **options: found.get(op) or usual(op, *args, **options)
+            )
+        else:
+            patch.setattr(owner, name, fail)
         with pytest.raises(MemoryError):
             cache.append(k[:, :, 200:], v[:, :, 200:], valid=padded[:, 200:])
         assert cache_state(cache) == before

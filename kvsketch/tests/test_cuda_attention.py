@@ -101,6 +101,8 @@ def instantiations(case: Any) -> set[tuple[str, str]]:
     ]
     number = attention_simt.NUMBERS[DTYPE_CODES[case["dtype"]]]
     around = {("attention_combine.cu", f"{name}<{number}>") for name in ("prepare_queries", "combine_splits")}
+    if attention_simt.sketch_widths(layout.keys.spec)[0]:
+        around.add(("attention_combine.cu", "sketch_queries"))
     return {(kernel.file, kernel.expression) for kernel in kernels} | around
 
 

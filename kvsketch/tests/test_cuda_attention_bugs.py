@@ -83,7 +83,7 @@ BUGS = {
     "no rescale of the mix": Bug(several_tiles, "mix[query][p] *= softmax.decay[query];", "", WRONG),
     "no rescale of the sum": Bug(several_tiles, "fmaf(softmax.total[query], decay, total)", "total", WRONG),
     "no rescale of splits": Bug(outliers, "shares[split] = exp2f(from[0] - shift);", "shares[split] = 1.f;", WRONG),
-    "a page too many": Bug(several_tiles, "row.pages - first);", "row.pages - first + 1);", WRONG),
+    "a page too many": Bug(several_tiles, "cut_of(row.pages, split", "cut_of(row.pages + 1, split", WRONG),
     "a value too many": Bug(several_tiles, "QUAD * quad + r < tokens", "QUAD * quad + r <= tokens", WRONG),
     "one token of the future": Bug(several_tiles, "if (position >= seen)", "if (position > seen)", WRONG),
     "splits of other rows": Bug(
@@ -101,8 +101,8 @@ BUGS = {
     "another lane": Bug(several_tiles, "x[1] : x[3], 2);", "x[1] : x[3], 4);", WRONG),
     "an offset of 32 bits": Bug(
         far_apart,
-        "pages + (((i64)tile.row * shapes.h + tile.head) * shapes.capacity + first) * shapes.record_bytes",
-        "pages + (int)((((i64)tile.row * shapes.h + tile.head) * shapes.capacity + first) * shapes.record_bytes)",
+        "pages + (((i64)tile.row * shapes.h + tile.head) * shapes.capacity + cut.first) * shapes.record_bytes",
+        "pages + (int)((((i64)tile.row * shapes.h + tile.head) * shapes.capacity + cut.first) * shapes.record_bytes)",
         "OUT OF BOUNDS",
     ),
     "no barrier of the warp": Bug(outliers, "    __syncwarp();\n", "", "RACE|UNINITIALISED"),

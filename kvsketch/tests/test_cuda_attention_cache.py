@@ -7,34 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsketch.cache import Cache
 from kvsketch.cuda_raw import attention
 from kvsketch.layout import page_layout
 from kvsketch.tests.cache_cases import PAIRS, make_cache, make_tokens
-from kvsketch.tests.cuda_attention_cases import ON_DEVICE
+from kvsketch.tests.cuda_attention_cases import assert_same_bytes
 from kvsketch.tests.cuda_host import running
 from kvsketch.tests.cuda_host.devices import counts
 from kvsketch.tests.cuda_host.fixtures import needs_compiler, needs_harness
 from kvsketch.tests.cuda_host.stand_in import installed
 
 pytestmark = needs_compiler
-
-
-def assert_same_bytes(there: Cache, here: Cache) -> None:
-    """Assert that two caches hold the same numbers of tokens and the same bytes of them."""
-    views = there.view(), here.view()
-    for name in ("page_counts", "sink_counts", "window_counts"):
-        np.testing.assert_array_equal(getattr(views[0], name), getattr(views[1], name))
-    for row in range(here.batch):
-        for name in ON_DEVICE:
-            of = {"pages": "page_counts", "sink_k": "sink_counts", "sink_v": "sink_counts"}.get(name, "window_counts")
-            count = int(getattr(views[1], of)[row])
-            arrays = []
-            for view in views:
-                start = int(view.window_starts[row]) if of == "window_counts" else 0
-                array = getattr(view, name)[row, :, start : start + count]
-                arrays.append(array if isinstance(array, np.ndarray) else array.get())
-            assert arrays[0].tobytes() == arrays[1].tobytes()
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -109,16 +91,19 @@ def test_a_cache_stays_on_the_device_of_its_tokens() -> None:
 
 @needs_harness
 def test_a_step_of_decoding_does_not_wait(cupy: Any) -> None:
-    """Nor does it send more to the device than the counts of tokens, once the tables are there."""
+    """Nor does it send more to the device than counts of tokens, and these when they have changed."""
     host = make_cache("outliers-ints1", residual_length=20, checked=False)
     host.append(*make_tokens(1, 2, 2, 150, d=24))
     host.flush()
     cache = host.to(0)
     q = cupy.asarray(np.random.default_rng(2).standard_normal((2, 6, 1, 24)).astype(np.float32))
+    token = cupy.ones((2, 2, 1, 24), np.float32)
     cache.attend(q)
-    counts.reset()
-    cache.attend(q)
-    assert (counts.synchronisations, counts.uploads) == (0, 1)
+    for sent in (0, 1, 1):
+        counts.reset()
+        cache.attend(q)
+        assert (counts.synchronisations, counts.uploads) == (0, sent)
+        cache.append(token, token)
 
 
 @pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])

@@ -67,7 +67,7 @@ BUGS = {
     "a page too many": Bug(
         turns, "visited = (any_sees + p - 1) / p", "visited = any_sees / p + 1", f"{UNORDERED}|{WRONG}"
     ),
-    "pages from the second on": Bug(turns, "shapes.capacity + first_page)", "shapes.capacity + first_page + 1)", WRONG),
+    "pages from the second on": Bug(turns, "shapes.capacity + cut.first)", "shapes.capacity + cut.first + 1)", WRONG),
     "one token of the future": Bug(turns, "if (position >= seen)", "if (position > seen)", WRONG),
     "tokens of another tile": Bug(turns, "at.page * p + CHUNK * at.tile;", "at.page * p;", WRONG),
     "no rescale of the mix": Bug(turns, "Values::rescale(mix, ", "(void)(", WRONG),
@@ -94,8 +94,8 @@ BUGS = {
     "norms of another plane": Bug(sketches, "token = 8 * plane + with.g", "token = with.g", WRONG),
     "an offset of 32 bits": Bug(
         far_apart,
-        "pages + (((i64)row * shapes.h + head) * shapes.capacity + first_page) * shapes.record_bytes",
-        "pages + (int)((((i64)row * shapes.h + head) * shapes.capacity + first_page) * shapes.record_bytes)",
+        "pages + (((i64)row * shapes.h + head) * shapes.capacity + cut.first) * shapes.record_bytes",
+        "pages + (int)((((i64)row * shapes.h + head) * shapes.capacity + cut.first) * shapes.record_bytes)",
         "OUT OF BOUNDS",
     ),
 }

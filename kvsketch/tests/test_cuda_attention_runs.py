@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsketch.attention import CacheView, attend
+from kvsketch.attention import CacheView, HeldView, attend
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.cuda_raw import attention, attention_plan
 from kvsketch.testing import assert_same
@@ -184,21 +184,42 @@ def test_arrays_of_another_device_than_the_current_one(cupy: Any) -> None:
 # ---- the plan of splits ----
 
 
+def cuts(n: int, splits: int, step: int) -> list[int]:
+    """Lengths of a row's runs, as cut_of in attention.cuh has them."""
+    steps = -(-n // step)
+    run = -(-steps // splits) * step if splits else 0
+    return [max(min(run, n - run * split), 0) for split in range(splits)]
+
+
 @pytest.mark.parametrize("multiprocessors", [0, 1, 16, 132, 10**6])
 @pytest.mark.parametrize("group", [32, 128])
 def test_splits_cover_all_tokens_and_are_no_more_than_there_is_room_for(group: int, multiprocessors: int) -> None:
     view, _ = make_view(GroupedInts(2, group), GroupedInts(2, 32), d=8, dv=8, h=1, rows=[Row(1, 1, 1)])
-    for pages, sinks, window in ((0, 0, 0), (0, 0, 1), (1, 4, 0), (9, 0, 257), (10**6, 4, 128), (10**7, 10**5, 10**6)):
+    for most in ((0, 0, 0), (0, 0, 1), (1, 4, 0), (9, 0, 257), (10**6, 4, 128), (10**7, 10**5, 10**6)):
         for heads in (1, 8, 4096):
             plan = attention_plan.plan_splits(
-                view.layout, pages, sinks, window, heads=heads, tiles=2, step=256, multiprocessors=multiprocessors
+                view.layout, *most, heads=heads, tiles=2, step=256, multiprocessors=multiprocessors
             )
-            window_splits = plan.splits - plan.page_splits - plan.sink_splits
-            for n, run, splits in (
-                (pages, plan.pages_per_split, plan.page_splits),
-                (sinks, plan.exact_per_split, plan.sink_splits),
-                (window, plan.exact_per_split, window_splits),
-            ):
-                assert run * (splits - 1) < n <= run * splits or (n, splits) == (0, 0)
             assert plan.splits <= 1024
-            assert plan.pages_per_split * view.layout.page_tokens % 256 == 0
+            assert (plan.page_step * view.layout.page_tokens, plan.exact_step) == (256, 256)
+            splits = (plan.page_splits, plan.sink_splits, plan.splits - plan.page_splits - plan.sink_splits)
+            steps = (plan.page_step, plan.exact_step, plan.exact_step)
+            for held in (most, tuple(n // 3 for n in most), tuple(min(n, 1) for n in most)):
+                for n, of, step in zip(held, splits, steps, strict=True):
+                    assert sum(cuts(n, of, step)) == n
+                    assert n == 0 or len([run for run in cuts(n, of, step) if run]) > of // 2 or n < of * step
+
+
+def test_rows_are_cut_by_their_own_counts(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is for many more tokens than any row has, and the counts on the device are those that are read."""
+    view, tokens = make_view(*INTS, d=16, dv=24, h=1, rows=[Row(4, 37, 200), Row(0, 9, 3), Row(2, 0, 1)])
+    q = queries(3, 2, 2, 16)
+    plan = attention.plan_splits
+    monkeypatch.setattr(attention, "plan_splits", lambda layout, *_, **sizes: plan(layout, 500, 4, 900, **sizes))
+    for size in (0, 1, 16):
+        monkeypatch.setattr(attention, "multiprocessors", lambda _, size=size: size)
+        check(cupy, q, view, tokens)
+    wrong = view._replace(page_counts=view.page_counts + 1)
+    expected = attend_on_device(cupy, q, view)
+    held = HeldView(*moved(cupy, wrong)).with_counts(cupy.asarray(view.counts))
+    assert_same(attend(cupy.asarray(q), held).get(), expected)

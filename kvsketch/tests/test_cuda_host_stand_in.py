@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,18 +191,58 @@ def test_what_waits_and_what_is_sent(cupy: Any) -> None:
                 action()
 
 
-def test_capturing_a_stream(cupy: Any) -> None:
-    x = cupy.zeros(3)
-    with cupy.cuda.Stream(non_blocking=True) as stream:
+@needs_harness
+@pytest.mark.parametrize("mode", ["check", "fast"])
+def test_capturing_a_stream(cupy: Any, mode: str) -> None:
+    """A graph runs what was launched, with the numbers that its arrays hold by then."""
+    x, y = cupy.zeros(40, np.float32), cupy.empty(40, np.float32)
+    with running(mode), cupy.cuda.Stream(non_blocking=True) as stream:
         assert cupy.cuda.get_current_stream() is stream
+        counts.reset()
         stream.begin_capture()
-        x += 1
+        scale(cupy, x.reshape(5, 8).reshape(40), y)
+        scale(cupy, y, x[:40])
         with pytest.raises(CudaHostError, match=r"get\(\) makes the host wait"):
             x.get()
-        stream.end_capture()
+        graph = stream.end_capture()
+        assert counts.launches == 0
+        for times in (1, 2):
+            x[...] = times
+            graph.launch(stream)
+            np.testing.assert_array_equal(x.get(), np.full(40, 9 * times, np.float32))
+        assert counts.launches == 4
+        del y
+        with pytest.raises(CudaHostError, match="argument 1 lay in memory that was freed"):
+            graph.launch()
     assert cupy.cuda.get_current_stream() is cupy.cuda.Stream.null
     assert cupy.cuda.ExternalStream(1234).ptr == 1234
-    assert x.get().tolist() == [1, 1, 1]
+
+
+@needs_harness
+def test_what_a_captured_step_should_not_do(cupy: Any) -> None:
+    x, indices = cupy.zeros((4, 4), np.float32), cupy.zeros(2, np.int64)
+    with pytest.raises(RuntimeError, match="default"):
+        cupy.cuda.Stream.null.begin_capture()
+    with cupy.cuda.Stream() as stream:
+        stream.begin_capture()
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="already"):
+            stream.begin_capture()
+        for action in (
+            *(lambda: x + 1, lambda: x.sum(), lambda: x.copy(), lambda: x.astype(np.float16), lambda: cupy.zeros(3)),
+            *(lambda: x.T.reshape(16), lambda: x[indices], lambda: x.fill(0), lambda: cupy.exp(x, out=x)),
+            *(lambda: cupy.matmul(x, x, out=x), lambda: cupy.ascontiguousarray(x.T), lambda: cupy.zeros_like(x)),
+            *(lambda: operator.iadd(x, 1), lambda: operator.setitem(x, 0, 1), lambda: x.sort()),
+        ):
+            with pytest.raises(CudaHostError, match="while the stream captures"):
+                action()
+        assert x.T[1:, :2].swapaxes(0, 1).shape == (2, 3)
+        with cupy.cuda.Stream():
+            x += 1
+        graph = stream.end_capture()
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="does not capture"):
+            stream.end_capture()
+    graph.launch()
+    np.testing.assert_array_equal(x.get(), np.ones((4, 4)))
 
 
 # ---------------------------------------------------------------------- kernels and devices

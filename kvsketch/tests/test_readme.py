@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+from kvsketch.tests.cuda_host import running
+from kvsketch.tests.cuda_host.fixtures import needs_compiler
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -23,6 +28,19 @@ def test_array_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert scope["out"].shape == (1, 32, 1, 128)  # type: ignore[attr-defined]
     assert scope["scores"].shape == (1, 32, 1, 1000)  # type: ignore[attr-defined]
     assert "numba_cpu" in capsys.readouterr().out
+
+
+@needs_compiler
+@pytest.mark.usefixtures("cupy")
+def test_graph_example() -> None:
+    (example,) = [e for e in examples() if "begin_capture" in e]
+    scope: dict[str, Any] = {}
+    with running("fast"):
+        exec(example, scope)
+    cache, out = scope["cache"], scope["out"]
+    assert cache.length == 341
+    assert cache.page_counts.tolist() == [(340 - cache.settings.sink_tokens - cache.settings.residual_length) // 32]
+    np.testing.assert_allclose(out.get(), cache.attend(scope["q"]).get(), atol=2e-3)
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvsketch.tests.cuda_host.devices import counts, devices
-from kvsketch.tests.cuda_host.memory import allocate, mark_written
+from kvsketch.tests.cuda_host.graphs import recording, refuse
+from kvsketch.tests.cuda_host.memory import allocate, mark_written, owner
 
 #: Methods of numpy.ndarray that CuPy offers with the same meaning.
 METHODS = (
@@ -123,9 +124,14 @@ class ndarray:
 
     # ------------------------------------------------------------------ parts of it
     def __getitem__(self, index: Any) -> ndarray:
-        return wrap(_device_of(self)[_with_view(_unwrap_index(index))], self.device_id)
+        part = _device_of(self)[_with_view(_unwrap_index(index))]
+        if recording() is not None and owner(part) is not owner(self.held):
+            refuse("x[...] of an array as index")
+        return wrap(part, self.device_id)
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        if recording() is not None:
+            refuse("x[...] = y")
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         plain = _unwrap_index(index)
@@ -152,6 +158,8 @@ class ndarray:
 
     def sort(self, axis: int = -1) -> None:
         """Sort in place."""
+        if recording() is not None:
+            refuse("sort()")
         _device_of(self).sort(axis)
 
     # ------------------------------------------------------------------ NumPy's functions and scalars with it
@@ -226,13 +234,24 @@ def _with_view(index: tuple[Any, ...]) -> tuple[Any, ...]:
 def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A NumPy function on stand-in arrays and numbers; as silent about infinities and NaN as a GPU."""
     out = options.get("out")
+    if out is not None and recording() is not None:
+        refuse(f"{function.__name__}(out=...)")
     with np.errstate(all="ignore"):
         result = function(*map(unwrap, args), **{name: unwrap(value) for name, value in options.items()})
     if out is None:
+        if recording() is not None and not _is_view(result, args):
+            refuse(f"{function.__name__}()")
         return wrap(result)
     written = out[0] if isinstance(out, tuple) else out
     mark_written(written.held)
     return written
+
+
+def _is_view(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether what a function gave is in the memory of its arguments."""
+    memory = [owner(arg.held) for arg in args if isinstance(arg, ndarray)]
+    parts = result if isinstance(result, tuple | list) else [result]
+    return all(isinstance(part, np.ndarray) and any(owner(part) is of for of in memory) for part in parts)
 
 
 # ---------------------------------------------------------------------- methods and operators
@@ -261,6 +280,8 @@ def _in_place(name: str) -> Callable[[ndarray, Any], ndarray]:
     function = getattr(operator, f"i{name}")
 
     def apply(self: ndarray, other: Any) -> ndarray:
+        if recording() is not None:
+            refuse(f"the operator {name}")
         call(function, self, other)
         mark_written(self.held)
         return self

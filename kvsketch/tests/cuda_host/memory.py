@@ -54,14 +54,15 @@ def allocate(shape: Any, dtype: Any = np.float32) -> np.ndarray:
 def empty(shape: Any, dtype: Any = np.float32) -> np.ndarray:
     """An array whose bytes a checked kernel may not read before something wrote them."""
     array = allocate(shape, dtype)
-    owner = _owner(array)
-    owner[...] = UNWRITTEN
-    key = id(owner)
-    _flags[key] = (weakref.ref(owner, lambda _: _flags.pop(key, None)), np.zeros(len(owner), np.uint8))
+    memory = owner(array)
+    memory[...] = UNWRITTEN
+    key = id(memory)
+    _flags[key] = (weakref.ref(memory, lambda _: _flags.pop(key, None)), np.zeros(len(memory), np.uint8))
     return array
 
 
-def _owner(array: np.ndarray) -> np.ndarray:
+def owner(array: np.ndarray) -> np.ndarray:
+    """The array whose memory `array` is a part of."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
@@ -75,12 +76,12 @@ def extent(array: np.ndarray) -> tuple[int, int]:
 
 def written_flags(array: np.ndarray) -> np.ndarray | None:
     """A flag for each byte of `array`'s extent, set where something was written; None: everywhere."""
-    owner = _owner(array)
-    kept = _flags.get(id(owner))
-    if kept is None or kept[0]() is not owner:
+    memory = owner(array)
+    kept = _flags.get(id(memory))
+    if kept is None or kept[0]() is not memory:
         return None
     start, end = extent(array)
-    return kept[1][start - owner.ctypes.data : end - owner.ctypes.data]
+    return kept[1][start - memory.ctypes.data : end - memory.ctypes.data]
 
 
 def mark_written(array: np.ndarray, index: tuple[Any, ...] = ()) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsketch.tests.cuda_host.arguments import convert
 from kvsketch.tests.cuda_host.devices import USUAL_SHARED_BYTES, counts, devices
+from kvsketch.tests.cuda_host.graphs import recording
 from kvsketch.tests.cuda_host.image import Image, Kernel
 from kvsketch.tests.cuda_host.modes import execution
 from kvsketch.tests.cuda_host.runtime import Launch, located, options_of, runtime_library
@@ -96,13 +97,20 @@ class HostFunction:
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], *, shared_mem: int = 0
     ) -> None:
-        """Run the kernel to its end; CudaHostError says what was wrong, and where."""
+        """Run the kernel to its end; CudaHostError says what was wrong, and where.
+
+        While the current stream captures, the launch is checked and written down instead.
+        """
         traffic = recorded()
         if traffic is not None and execution().mode != "check":
             raise CudaHostError(f'{self._name}: traffic is counted where accesses are checked; use running("check")')
         kernel = self._kernel()
         sizes = self._checked_sizes(grid, block, kernel.own_shared_bytes, shared_mem)
         passed = convert(self._name, kernel.parameters, args, takes_numpy=self._module.takes_numpy)
+        graph = recording()
+        if graph is not None:
+            graph.record(self._name, lambda *kept: self(grid, block, kept, shared_mem=shared_mem), args)
+            return
         image = self._module.image()
         runtime = runtime_library()[1]
         pointers = (ctypes.c_void_p * len(passed))(*[ctypes.addressof(each.value) for each in passed])

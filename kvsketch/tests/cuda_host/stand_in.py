@@ -18,6 +18,7 @@ import numpy as np
 from kvsketch.tests.cuda_host import memory
 from kvsketch.tests.cuda_host.arrays import call, ndarray, unwrap, wrap
 from kvsketch.tests.cuda_host.devices import counts, devices, pretending
+from kvsketch.tests.cuda_host.graphs import recording, refuse
 from kvsketch.tests.cuda_host.module import HostModule
 from kvsketch.tests.cuda_host.stand_in_cuda import CUDARuntimeError, Device, ExternalStream, Stream, current_stream
 from kvsketch.tests.cuda_host.stand_in_memory import MemoryPointer, UnownedMemory, from_dlpack, using_allocator
@@ -95,6 +96,8 @@ def _creation(name: str) -> Callable[..., ndarray]:
     function = getattr(np, name)
 
     def create(*args: Any, **options: Any) -> ndarray:
+        if recording() is not None:
+            refuse(f"{name}()")
         return wrap(function(*map(unwrap, args), **options))
 
     create.__name__ = name
@@ -105,6 +108,8 @@ def _like(name: str) -> Callable[..., ndarray]:
     function = getattr(np, name)
 
     def create(array: ndarray, *args: Any, **options: Any) -> ndarray:
+        if recording() is not None:
+            refuse(f"{name}()")
         return wrap(function(unwrap(array), *map(unwrap, args), **options))
 
     create.__name__ = name
@@ -125,7 +130,11 @@ def array(value: Any, dtype: Any = None, copy: bool = True) -> ndarray:
     """A copy on the device of a NumPy array, a number or nested lists of numbers, or of an array of the device."""
     if isinstance(value, ndarray):
         same = dtype is None or np.dtype(dtype) == value.dtype
-        return value if same and not copy else wrap(unwrap(value).astype(value.dtype if same else dtype))
+        if same and not copy:
+            return value
+        if recording() is not None:
+            refuse("array() of an array")
+        return wrap(unwrap(value).astype(value.dtype if same else dtype))
     counts.upload("array()")
     return wrap(np.array(value, dtype))
 

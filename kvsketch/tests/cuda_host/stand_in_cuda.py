@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvsketch.tests.cuda_host.devices import counts, devices, without_waiting
+from kvsketch.tests.cuda_host.graphs import Graph, follow
 
 
 class CUDARuntimeError(RuntimeError):
@@ -65,7 +66,7 @@ class Device:
 
 
 class Stream:
-    """Everything has been done when a call returns, so a stream is a name; but it captures as a graph must."""
+    """Everything has been done when a call returns, so a stream is a name; but it captures."""
 
     null: Stream
 
@@ -73,30 +74,47 @@ class Stream:
         self.ptr = 0 if null else id(self) if ptr is None else ptr
         self._before: list[Stream] = []
         self._capture = ExitStack()
+        self.graph: Graph | None = None
 
     def use(self) -> Stream:
         """Make it the current stream."""
         _current[0] = self
+        follow(self.graph)
         return self
 
     def synchronize(self) -> None:
         """Wait for it."""
         counts.synchronise("Stream.synchronize()")
 
-    def begin_capture(self) -> None:
-        """From here to :meth:`end_capture`, CudaHostError is raised where the host would wait or send data."""
-        self._capture.enter_context(without_waiting())
+    def begin_capture(self, mode: int | None = None) -> None:
+        """From here to :meth:`end_capture`, launches on this stream are written down and not run.
 
-    def end_capture(self) -> None:
-        """The end of what :meth:`begin_capture` began; no graph comes of it here."""
+        CudaHostError is raised where the host would wait, send data, or compute with arrays other than by a kernel of
+        its own; matrix products too, as CuPy refuses cuBLAS while it captures.
+        """
+        if self.ptr == 0:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        if self.graph is not None:
+            raise CUDARuntimeError("cudaErrorIllegalState: the stream captures already")
+        self._capture.enter_context(without_waiting())
+        self.graph = Graph()
+        follow(_current[0].graph)
+
+    def end_capture(self) -> Graph:
+        """The graph of what was launched since :meth:`begin_capture`."""
+        if self.graph is None:
+            raise CUDARuntimeError("cudaErrorIllegalState: the stream does not capture")
+        graph, self.graph = self.graph, None
         self._capture.close()
+        follow(_current[0].graph)
+        return graph
 
     def __enter__(self) -> Stream:
         self._before.append(_current[0])
         return self.use()
 
     def __exit__(self, *_: object) -> None:
-        _current[0] = self._before.pop()
+        self._before.pop().use()
 
 
 class ExternalStream(Stream):
