@@ -193,7 +193,7 @@ class PaluCache(CompressedCache):
         latent_bits: int | None = _UNSET,
         latent_group: int | None = _UNSET,
         max_tokens: int | None = None,
-        checked: bool = True,
+        checked: bool | None = None,
         engine: str | None = None,
     ) -> PaluCache:
         """An empty cache for a converted `model`.

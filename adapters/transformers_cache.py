@@ -71,7 +71,7 @@ class CompressedCache(transformers.Cache):
         sink_tokens: int | None = None,
         exact_dtype: torch.dtype | str | None = None,
         max_tokens: int | None = None,
-        checked: bool = True,
+        checked: bool | None = None,
         engine: str | None = None,
         coefficients: str = "int16",
     ) -> CompressedCache:
@@ -90,7 +90,8 @@ class CompressedCache(transformers.Cache):
         max_tokens
             Room to allocate at once, so that buffers never grow.
         checked
-            Look for NaN and infinity in every key and value, and raise naming the layer.
+            Look for NaN and infinity in every key and value, and raise naming the layer. By default on a CPU alone, as
+            on a CUDA device that waits for it twice a layer.
         engine
             Engine of every operation; None takes the fastest.
         coefficients

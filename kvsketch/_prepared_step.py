@@ -15,7 +15,7 @@ import numpy as np
 from kvsketch._attend import softmax_scale
 from kvsketch._contents import CacheSizes, Contents
 from kvsketch._dispatch import array_library, engine_for, engine_module, namespace, on_device_of
-from kvsketch._token_checks import check_tokens
+from kvsketch._token_checks import check_tokens, is_checked
 from kvsketch.attention import HeldView
 
 _numbers = count(1)
@@ -34,7 +34,7 @@ class Steps:
 class PreparedSteps(CacheSizes):
     """The steps of a :class:`kvsketch.cache.Cache`."""
 
-    checked: bool
+    checked: bool | None
     name: str
     coefficients: str
 
@@ -144,7 +144,7 @@ class PreparedSteps(CacheSizes):
         pages = contents.pages.pages
         if isinstance(pages, np.ndarray):
             return None
-        if self.checked:
+        if is_checked(self.checked, pages):
             raise ValueError(
                 f"{self.name}: looking for NaN and infinity waits for the device, which a step must not; build "
                 "the cache with checked=False, or append and attend"
@@ -198,9 +198,10 @@ class PreparedSteps(CacheSizes):
 def has_device_steps(cache: PreparedSteps, hq: int) -> bool:
     """Whether the cache lies on a device where it can take steps of `hq` query heads."""
     contents = cache._contents
-    if contents is None or cache.checked or isinstance(contents.pages.pages, np.ndarray):
+    pages = None if contents is None else contents.pages.pages
+    if pages is None or isinstance(pages, np.ndarray) or is_checked(cache.checked, pages):
         return False
-    engine = engine_for("attention.attend", contents.pages.pages, engine=cache.engine)
+    engine = engine_for("attention.attend", pages, engine=cache.engine)
     module = engine_module(engine, "device_step")
     return module is not None and hq // cache.heads <= module.MOST_RATIO
 

@@ -45,7 +45,7 @@ def take_step(cache: Cache, step: Any, q: int, k: int, v: int, out: int, scale: 
     `step` comes from :func:`prepared_step`; all three have its dtype. Writes float32 (b, hq, 1, dv) to the address
     `out`. False: nothing was done, and the ordinary calls have to take the step or to say what is wrong with it.
     """
-    left = step.take(q, k, v, out, scale, softcap, cache.checked)
+    left = step.take(q, k, v, out, scale, softcap, cache.checked is not False)
     if left == UNUSUAL:
         return False
     cache._contents.positions.append(1)  # type: ignore[union-attr]

@@ -48,6 +48,11 @@ def cast_tokens(x: Any, dtype: np.dtype[Any]) -> Any:
         return x.astype(dtype)
 
 
+def is_checked(checked: bool | None, x: Any) -> bool:
+    """Whether numbers of array `x` are looked at: None says where that does not wait, which is on the host."""
+    return isinstance(x, np.ndarray) if checked is None else checked
+
+
 def check_finite(cache: str, side: str, stored: Any, given: Any, valid: Any, position: int) -> None:
     """Raise ValueError if a valid token of `stored` (b, h, s, width) has a NaN or an infinity.
 

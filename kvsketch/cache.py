@@ -24,7 +24,7 @@ from kvsketch._checks import check_choice, check_integer, check_ndim, on_host
 from kvsketch._contents import Contents, due_pages, new_contents
 from kvsketch._dispatch import ENGINES, namespace, on_device_of
 from kvsketch._prepared_step import PreparedSteps
-from kvsketch._token_checks import cast_tokens, check_finite, check_tokens, float_dtype
+from kvsketch._token_checks import cast_tokens, check_finite, check_tokens, float_dtype, is_checked
 from kvsketch.attention import CacheView, HeldView
 from kvsketch.codecs import Codec, GroupedInts
 from kvsketch.methods import DEFAULT_RESIDUAL_LENGTH, DEFAULT_SINK_TOKENS, LayerSettings
@@ -50,7 +50,8 @@ class Cache(PreparedSteps):
     max_tokens
         Tokens a row to make room for at the first append. More may follow, buffers then grow.
     checked
-        Refuse NaN and infinities. Without it they are stored, and harm no other head or group.
+        Refuse NaN and infinities. Without it they are stored, and harm no other head or group. By default refused on
+        the host alone: on a device, looking waits for it.
     name
         How errors call this cache.
     engine
@@ -69,7 +70,7 @@ class Cache(PreparedSteps):
         sink_tokens: int = DEFAULT_SINK_TOKENS,
         exact_dtype: Any = None,
         max_tokens: int | None = None,
-        checked: bool = True,
+        checked: bool | None = None,
         name: str = "cache",
         engine: str | None = None,
         coefficients: str = "int16",
@@ -80,7 +81,7 @@ class Cache(PreparedSteps):
         known = sorted({name for names in ENGINES.values() for name in names})
         if engine is not None and engine not in known:
             raise ValueError(f"engine must be None or one of {known}, got {engine!r}")
-        self.checked = bool(checked)
+        self.checked = None if checked is None else bool(checked)
         self.name = str(name)
         self.engine = engine
         check_choice("coefficients", coefficients, COEFFICIENTS)
@@ -117,7 +118,7 @@ class Cache(PreparedSteps):
             self._check_fits(contents, k, v)
         exact, positions = contents.exact, contents.positions
         stored_k, stored_v = cast_tokens(k, exact.window_k.dtype), cast_tokens(v, exact.window_v.dtype)
-        if self.checked:
+        if is_checked(self.checked, k):
             check_finite(self.name, "keys", stored_k, k, valid, positions.length)
             check_finite(self.name, "values", stored_v, v, valid, positions.length)
         s = k.shape[2]

@@ -63,7 +63,7 @@ def _calls(device: Device, method: str, shape: Shape) -> dict[str, Call]:
     checked = fill_cache(method, *(device.cupy.asarray(x.astype(np.float16)) for x in make_tokens(drawn_shape(shape))))
     checked.reserve(2 * shape.n)
     unchecked = checked.copy()
-    unchecked.checked = False
+    checked.checked, unchecked.checked = True, False
     stepped = unchecked.copy()
     q = device_queries(device, shape)
     token = device.cupy.asarray(np.ones((1, shape.h, 1, shape.d), np.float16))

@@ -215,7 +215,7 @@ def test_errors_of_a_model_on_a_device(cuda: Any) -> None:
         with pytest.raises(ValueError, match="engine='numba_cpu' does not run on cupy arrays"):
             model(ids[:, :1].to("cuda"), cache=other)
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
-        fresh = CompressedCache.for_model(model, "kivi-2")
+        fresh = CompressedCache.for_model(model, "kivi-2", checked=True)
         with pytest.raises(ValueError, match="layer 1: keys"):
             model(ids.to("cuda"), cache=fresh)
         assert fresh.get_seq_length() == 0

@@ -92,7 +92,7 @@ def test_a_cache_stays_on_the_device_of_its_tokens() -> None:
 @needs_harness
 def test_a_step_of_decoding_does_not_wait(cupy: Any) -> None:
     """Nor does it send more to the device than counts of tokens, and these when they have changed."""
-    host = make_cache("outliers-ints1", residual_length=20, checked=False)
+    host = make_cache("outliers-ints1", residual_length=20)
     host.append(*make_tokens(1, 2, 2, 150, d=24))
     host.flush()
     cache = host.to(0)
@@ -104,6 +104,18 @@ def test_a_step_of_decoding_does_not_wait(cupy: Any) -> None:
         cache.attend(q)
         assert (counts.synchronisations, counts.uploads) == (0, sent)
         cache.append(token, token)
+
+
+def test_numbers_are_looked_at_where_that_does_not_wait_or_was_asked_for(cupy: Any) -> None:
+    k, v = make_tokens(1, 2, 2, 5, d=24)
+    k[1, 0, 2, 3] = np.nan
+    with pytest.raises(ValueError, match="row 1, head 0, token position 2, channel 3"):
+        make_cache("ints2-ints2").append(k, v)
+    cache = make_cache("ints2-ints2")
+    cache.append(cupy.asarray(k), cupy.asarray(v))
+    assert cache.length == 5
+    with pytest.raises(ValueError, match="row 1, head 0, token position 2, channel 3"):
+        make_cache("ints2-ints2", checked=True).append(cupy.asarray(k), cupy.asarray(v))
 
 
 @pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
