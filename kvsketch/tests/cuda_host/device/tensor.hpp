@@ -97,9 +97,10 @@ CUDA_HOST_UNCHECKED void ldmatrix(unsigned* result, const void* row, const char*
       },
       ~0u, &mine, 0, "ldmatrix", file, line);
 }
-#define CUDA_HOST_LDMATRIX(name, N, TRANSPOSED)                                                        \
-  inline void name(unsigned* result, const void* row, CUDA_HOST_PLACE) {                               \
-    ldmatrix<N, TRANSPOSED>(result, row, file, line);                                                  \
+// Part of the caller, whose place a failed access names.
+#define CUDA_HOST_LDMATRIX(name, N, TRANSPOSED)                                   \
+  __forceinline__ void name(unsigned* result, const void* row, CUDA_HOST_PLACE) { \
+    ldmatrix<N, TRANSPOSED>(result, row, file, line);                             \
   }
 CUDA_HOST_LDMATRIX(ldmatrix_x1, 1, false)
 CUDA_HOST_LDMATRIX(ldmatrix_x2, 2, false)
