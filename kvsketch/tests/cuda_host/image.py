@@ -32,8 +32,8 @@ COMMON_FLAGS = (
 #: Tests run kernels for moments and build many: what is quick to build is quick.
 MODE_FLAGS = {
     "fast": ("-O1",),
-    # Instrumented for two sanitizers, but linked to the runtime's hooks instead of their libraries. Not optimised, every
-    # access of the source is made, also those whose result nobody uses.
+    # Instrumented for two sanitizers, but linked to the runtime's hooks instead of their libraries. As nothing is
+    # optimised, every access of the source is made, also those whose result nobody uses.
     "check": (
         *("-O0", "-DCUDA_HOST_CHECKED", "-fsanitize=thread"),
         "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow,null",

@@ -39,7 +39,7 @@ def with_switches(source: str, bugs: Mapping[str, Planted]) -> str:
         if bug.old not in source:
             continue
         if bug.old not in changed:
-            raise ValueError(f"bug {name!r}: an earlier bug changed its text {bug.old!r}; plant it before that one")
+            raise ValueError(f"bug {name!r}: an earlier bug changed its text {bug.old!r}; list it before that one")
         changed = changed.replace(bug.old, _switched(bug).replace("PLANTED", f"(cuda_host_planted() == {number})"))
     return changed
 
@@ -67,8 +67,15 @@ def planted(name: str, bugs: Mapping[str, Planted]) -> Iterator[None]:
     """Inside, the bug of that name is there; AssertionError where no source has its text."""
     sources = (path for path in files("kvsketch.cuda_raw").iterdir() if path.name.endswith((".cu", ".cuh")))
     assert any(bugs[name].old in path.read_text() for path in sources), f"no source has {bugs[name].old!r}"
+    with switched_on([*bugs].index(name)):
+        yield
+
+
+@contextmanager
+def switched_on(number: int) -> Iterator[None]:
+    """Inside, the switch of bug `number` is on, counted from 0."""
     runtime = runtime_library()[1]
-    runtime.cuda_host_plant([*bugs].index(name) + 1)
+    runtime.cuda_host_plant(number + 1)
     try:
         yield
     finally:
