@@ -23,7 +23,7 @@ from kvsketch.cuda_raw.attention_plan import (
     multiprocessors,
     plan_splits,
 )
-from kvsketch.cuda_raw.attention_simt import NUMBERS, exact_kernel, sketch_widths
+from kvsketch.cuda_raw.attention_simt import exact_kernel, sketch_widths
 from kvsketch.layout import DTYPE_CODES, PageLayout, SideLayout
 from kvsketch.reference import attention as reference
 from kvsketch.reference.pages import projections
@@ -160,14 +160,15 @@ def _attend(
     _launch_exact(exact, rows, view, masks, splits, (count, h, b))
     logits = dummy if sink_logits is None else xp.ascontiguousarray(sink_logits, dtype=xp.float32)
     launch(
-        COMBINE_FILE, f"combine_splits<{number_type(q)}>", (count, h, b), (COMBINE_THREADS, 1, 1),
-        (partial, masks[0], logits, out, np.int32(sink_logits is not None), shapes),
+        COMBINE_FILE, "combine_splits", (count, h, b), (COMBINE_THREADS, 1, 1),
+        (partial, masks[0], logits, out, dtype_code(out), np.int32(sink_logits is not None), shapes),
     )  # fmt: skip
     return out
 
 
-def number_type(x: Any) -> str:
-    return NUMBERS[DTYPE_CODES[str(x.dtype)]]
+def dtype_code(x: Any) -> np.int32:
+    """The dtype of an array, as kernels are told it."""
+    return np.int32(DTYPE_CODES[str(x.dtype)])
 
 
 def prepared_queries(q: Any, unit: float) -> Any:
@@ -175,8 +176,8 @@ def prepared_queries(q: Any, unit: float) -> Any:
     xp = namespace(q)
     rows, n = xp.empty(q.shape, dtype=xp.float32), prod(q.shape)
     launch(
-        COMBINE_FILE, f"prepare_queries<{number_type(q)}>", (-(-n // 256), 1, 1), (256, 1, 1),
-        (xp.ascontiguousarray(q), rows, np.float32(unit), np.int64(n)),
+        COMBINE_FILE, "prepare_queries", (-(-n // 256), 1, 1), (256, 1, 1),
+        (xp.ascontiguousarray(q), rows, np.float32(unit), np.int64(n), dtype_code(q)),
     )  # fmt: skip
     return rows
 

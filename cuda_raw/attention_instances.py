@@ -44,9 +44,5 @@ EXACT = (*((number, 4, 8) for number in NUMBERS), ("float", 1, 8), ("float", 1, 
 ATTENTION = (
     *(("attention_simt.cu", f"attend_pages_simt<{', '.join(map(str, simt))}>") for simt in SIMT),
     *(("attention_exact.cu", f"attend_exact<{number}, {number}, {q}, {warps}>") for number, q, warps in EXACT),
-    *(
-        ("attention_combine.cu", f"{name}<{number}>")
-        for name in ("prepare_queries", "combine_splits")
-        for number in NUMBERS
-    ),
+    *(("attention_combine.cu", name) for name in ("prepare_queries", "combine_splits")),
 )

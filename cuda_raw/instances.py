@@ -88,8 +88,7 @@ def _simt() -> Iterator[Instance]:
         layout = page_layout(Exact(), Exact(), width, width, key_dtype=dtype, value_dtype=dtype)
         yield _chosen((a, attention_simt.exact_kernel(layout, queries, a)) for a in ARCHITECTURES)
     for name, threads in (("prepare_queries", PREPARE_THREADS), ("combine_splits", attention.COMBINE_THREADS)):
-        for number in attention_simt.NUMBERS:
-            yield _everywhere(attention.COMBINE_FILE, f"{name}<{number}>", threads)
+        yield _everywhere(attention.COMBINE_FILE, name, threads)
 
 
 def _width(warps: int) -> int:

@@ -5,7 +5,6 @@ All but three of the kernels on tensor cores; these are compiled when they are f
 
 from __future__ import annotations
 
-from kvsketch.cuda_raw.attention_simt import NUMBERS
 from kvsketch.cuda_raw.palu_plan import FIRST_FILE, MMA_FILE, PREPARE_FILE, SIMT_FILE
 
 #: Bytes that latents of keys, of values, and numbers of the matrix are on tensor cores: every two of them together, and
@@ -17,5 +16,5 @@ PALU = (
     *((SIMT_FILE, f"attend_latents_simt<{rebuild}>") for rebuild in ("true", "false")),
     *((PREPARE_FILE, f"pack_matrix<{planes}>") for planes in (1, 2)),
     (PREPARE_FILE, "split_queries"),
-    *((FIRST_FILE, f"join_first<{number}>") for number in NUMBERS),
+    (FIRST_FILE, "join_first"),
 )

@@ -99,8 +99,7 @@ def instantiations(case: Any) -> set[tuple[str, str]]:
         choose(layout, case["ratio"] * case["s"], 90)
         for choose in (attention_simt.page_kernel, attention_simt.exact_kernel)
     ]
-    number = attention_simt.NUMBERS[DTYPE_CODES[case["dtype"]]]
-    around = {("attention_combine.cu", f"{name}<{number}>") for name in ("prepare_queries", "combine_splits")}
+    around = {("attention_combine.cu", name) for name in ("prepare_queries", "combine_splits")}
     return {(kernel.file, kernel.expression) for kernel in kernels} | around
 
 

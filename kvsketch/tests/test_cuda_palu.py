@@ -9,9 +9,8 @@ import pytest
 
 from kvsketch.codecs import Codec, Exact, TokenInts
 from kvsketch.cuda_raw import palu, palu_plan
-from kvsketch.cuda_raw.attention_simt import NUMBERS
 from kvsketch.cuda_raw.palu_instances import MMA, PALU
-from kvsketch.layout import DTYPE_CODES, PageLayout, page_layout
+from kvsketch.layout import PageLayout, page_layout
 from kvsketch.testing import assert_same
 from kvsketch.tests.cuda_attention_cases import covering_cases
 from kvsketch.tests.cuda_host import running
@@ -137,7 +136,7 @@ def instantiations(case: Any, layer: Layer) -> set[tuple[str, str]]:
             found.add(("palu_prepare.cu", f"pack_matrix<{kernel.planes}>"))
             if not keys.whole:
                 found.add(("palu_prepare.cu", "split_queries"))
-    return found | ({("palu_first.cu", f"join_first<{NUMBERS[DTYPE_CODES[case['dtype']]]}>")} if first else set())
+    return found | ({("palu_first.cu", "join_first")} if first else set())
 
 
 def test_the_cases_execute_every_instantiation() -> None:
