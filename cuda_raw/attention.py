@@ -24,7 +24,7 @@ from kvsketch.cuda_raw.attention_plan import (
     multiprocessors,
     plan_splits,
 )
-from kvsketch.cuda_raw.attention_simt import NUMBERS, exact_kernel, sketch_widths
+from kvsketch.cuda_raw.attention_simt import exact_kernel, sketch_widths
 from kvsketch.layout import DTYPE_CODES, KIND_SKETCH, PageLayout, SideLayout
 from kvsketch.reference import attention as reference
 from kvsketch.reference.pages import projections
@@ -255,8 +255,8 @@ def launch_attention(
     _launch(plan.exact, splits.splits - splits.page_splits, (work.rows, *exact, *masks), (count, h, b))
     logits = dummy if sink_logits is None else sink_logits
     launch(
-        COMBINE_FILE, f"combine_splits<{number_type(q)}>", (count, h, b), (COMBINE_THREADS, 1, 1),
-        (work.partial, tokens.counts, logits, out, np.int32(sink_logits is not None), shapes),
+        COMBINE_FILE, "combine_splits", (count, h, b), (COMBINE_THREADS, 1, 1),
+        (work.partial, tokens.counts, logits, out, dtype_code(out), np.int32(sink_logits is not None), shapes),
     )  # fmt: skip
 
 
@@ -266,8 +266,9 @@ def _launch(kernel: PageKernel, splits: int, args: tuple[Any, ...], sizes: tuple
     launch(kernel.file, kernel.expression, (blocks, h, b), (kernel.threads, 1, 1), args, shared=kernel.shared)
 
 
-def number_type(x: Any) -> str:
-    return NUMBERS[DTYPE_CODES[str(x.dtype)]]
+def dtype_code(x: Any) -> np.int32:
+    """The dtype of an array, as kernels are told it."""
+    return np.int32(DTYPE_CODES[str(x.dtype)])
 
 
 def prepared_queries(q: Any, unit: float) -> Any:
@@ -281,6 +282,6 @@ def prepared_queries(q: Any, unit: float) -> Any:
 def _prepare_queries(q: Any, rows: Any, unit: float) -> None:
     n = prod(q.shape)
     launch(
-        COMBINE_FILE, f"prepare_queries<{number_type(q)}>", (-(-n // 256), 1, 1), (256, 1, 1),
-        (q, rows, np.float32(unit), np.int64(n)),
+        COMBINE_FILE, "prepare_queries", (-(-n // 256), 1, 1), (256, 1, 1),
+        (q, rows, np.float32(unit), np.int64(n), dtype_code(q)),
     )  # fmt: skip

@@ -1,12 +1,12 @@
 // What comes before and after the splits of decode attention: queries as the kernels take them, and one result of all
 // splits.
 #include "attention.cuh"
+#include "numbers.cuh"
 
-// n numbers times `unit`, in float32.
-template <class T>
-__global__ void prepare_queries(const T* __restrict__ q, float* __restrict__ out, float unit, i64 n) {
+// n numbers of a dtype times `unit`, in float32.
+__global__ void prepare_queries(const void* __restrict__ q, float* __restrict__ out, float unit, i64 n, int dtype) {
   for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < n; at += (i64)gridDim.x * blockDim.x)
-    out[at] = to_float(q[at]) * unit;
+    out[at] = load_number(q, at, dtype) * unit;
 }
 
 constexpr int SKETCH_QUERIES = 8, SKETCH_ROWS = 64, SKETCH_CHANNELS = 256;
@@ -90,12 +90,12 @@ __device__ __forceinline__ float block_sum(float x, float* room) {
   return x;
 }
 
-// out (b, h, Q, dv); `logits` (hq) are learned logits that join the sums, one number when has_logits is 0.
+// out (b, h, Q, dv) of a dtype; `logits` (hq) are learned logits that join the sums, one number when has_logits is 0.
 // Grid (Q, h, b).
-template <class T>
 __global__ void __launch_bounds__(COMBINE_THREADS)
     combine_splits(const float* __restrict__ partial, const i64* __restrict__ counts,
-                   const float* __restrict__ logits, T* __restrict__ out, int has_logits, const Shapes shapes) {
+                   const float* __restrict__ logits, void* __restrict__ out, int dtype, int has_logits,
+                   const Shapes shapes) {
   __shared__ float shares[MOST_SPLITS];
   __shared__ int places[MOST_SPLITS];
   __shared__ float largest_room[COMBINE_WARPS], total_room[COMBINE_WARPS];
@@ -125,6 +125,6 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     float sum = 0.f;
     for (int split = 0; split < size; ++split)
       sum = fmaf(shares[split], partial[partial_at(row, head, places[split], query, shapes) + channel], sum);
-    out[at + channel] = from_float<T>(sum * share);
+    store_number(out, at + channel, dtype, sum * share);
   }
 }

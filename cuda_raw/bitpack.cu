@@ -33,19 +33,29 @@ __device__ __forceinline__ Eight<Word> load_eight(const Word* from, int count, b
   return numbers;
 }
 
-// Bits 1 where a number's bit pattern is at most `largest` or is `zero`: x >= 0 for every dtype with the right two.
+// Bits 1 where the bit pattern of one of `count` numbers from `at` on is at most `largest` or is `zero`.
 template <class Word>
-__global__ void __launch_bounds__(THREADS)
-    pack_signs(const Word* x, u8* packed, const i64 rows, const i64 n, const u64 largest, const u64 zero,
-               const int aligned) {
-  const Place place(rows, n);
-  if (!place.count) return;
-  const Eight<Word> numbers = load_eight(x + place.row * n + place.first, place.count, aligned);
+__device__ __forceinline__ u32 signs_of(const void* x, i64 at, int count, u64 largest, u64 zero, bool aligned) {
+  const Eight<Word> numbers = load_eight(static_cast<const Word*>(x) + at, count, aligned);
   u32 byte = 0;
 #pragma unroll
   for (int j = 0; j < OCT; ++j)
-    byte |= (u32)(j < place.count && (numbers.words[j] <= largest || numbers.words[j] == zero)) << j;
-  packed[place.row * ((n + 7) / 8) + place.first / 8] = byte;
+    byte |= (u32)(j < count && (numbers.words[j] <= largest || numbers.words[j] == zero)) << j;
+  return byte;
+}
+
+// Bits 1 where x >= 0, which for every dtype of 1, 2, 4 or 8 `bytes` is signs_of with the right two numbers.
+__global__ void __launch_bounds__(THREADS)
+    pack_signs(const void* x, u8* packed, const i64 rows, const i64 n, const u64 largest, const u64 zero,
+               const int bytes, const int aligned) {
+  const Place place(rows, n);
+  if (!place.count) return;
+  const i64 at = place.row * n + place.first;
+  packed[place.row * ((n + 7) / 8) + place.first / 8] =
+      bytes == 1   ? signs_of<u8>(x, at, place.count, largest, zero, aligned)
+      : bytes == 2 ? signs_of<u16>(x, at, place.count, largest, zero, aligned)
+      : bytes == 4 ? signs_of<u32>(x, at, place.count, largest, zero, aligned)
+                   : signs_of<u64>(x, at, place.count, largest, zero, aligned);
 }
 
 __global__ void __launch_bounds__(THREADS)

@@ -24,9 +24,8 @@ def pack_signs(x: Any) -> Any:
     packed = xp.empty((*lead, -(-n // 8)), np.uint8)
     if packed.size:
         x = xp.ascontiguousarray(x)
-        word = f"u{x.itemsize}"
         largest, zero = (np.uint64(number) for number in _bounds(x.dtype))
-        _launch(f"pack_signs<u{8 * x.itemsize}>", x.view(word), packed, 1, largest, zero)
+        _launch("pack_signs", x, packed, 1, largest, zero, np.int32(x.itemsize))
     return packed
 
 

@@ -21,8 +21,7 @@ class Launched(NamedTuple):
 
 
 ENCODE = (
-    *(Launched(bitpack.FILE, f"pack_signs<u{bits}>", bitpack.THREADS) for bits in (8, 16, 32, 64)),
-    *(Launched(bitpack.FILE, name, bitpack.THREADS) for name in ("pack_codes", "unpack_codes")),
+    *(Launched(bitpack.FILE, name, bitpack.THREADS) for name in ("pack_signs", "pack_codes", "unpack_codes")),
     *(Launched(kivi.FILE, f, kivi.THREADS) for f in ("scale_tokens", "scale_channels", "quantize", "dequantize")),
     *(Launched(kivi.PRODUCTS, name, kivi.THREADS) for name in ("key_scores", "weighted_values", "join_splits")),
     *(Launched(pages.ENCODE, f"encode_by_{by}<{bits}>", pages.THREADS) for by in ("channel", "token") for bits in BITS),
@@ -32,8 +31,7 @@ ENCODE = (
     *(Launched("qjl.cu", name, qjl.TILE_ROWS) for name in ("sketch_pages", "sketch_vectors", "project_vectors")),
     Launched("qjl.cu", "round_norms", qjl.THREADS),
     Launched("qjl_scores.cu", "sketch_scores", qjl.THREADS),
-    *(Launched("outliers.cu", name, qjl.THREADS) for name in ("sum_squares", "largest_channels")),
-    *(Launched("outliers.cu", f"split_outliers<u{bits}>", qjl.THREADS) for bits in (16, 32)),
+    *(Launched("outliers.cu", name, qjl.THREADS) for name in ("sum_squares", "largest_channels", "split_outliers")),
     Launched(rotation.FILE, "transform_blocks", rotation.MOST_THREADS, 4 * rotation.MOST_THREADS * rotation.OCT),
     Launched(rotation.FILE, "transform_round", rotation.MOST_THREADS),
 )

@@ -6,7 +6,6 @@ Kernels of attention are templates on codecs; pairs of codecs that are not here 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import product
 from typing import NamedTuple
 
 from kvsketch._checks import BITS, FLOAT_DTYPES
@@ -16,6 +15,7 @@ from kvsketch.cuda_raw.attention_instances import EXACT, SIMT
 from kvsketch.cuda_raw.attention_mma_instances import MMA
 from kvsketch.cuda_raw.attention_plan import PageKernel
 from kvsketch.cuda_raw.encode_instances import ENCODE
+from kvsketch.cuda_raw.palu_instances import MMA as LATENTS_MMA
 from kvsketch.cuda_raw.palu_instances import PALU
 from kvsketch.cuda_raw.palu_plan import LatentKernel
 from kvsketch.layout import LANES, page_layout, side_layout
@@ -88,8 +88,7 @@ def _simt() -> Iterator[Instance]:
         layout = page_layout(Exact(), Exact(), width, width, key_dtype=dtype, value_dtype=dtype)
         yield _chosen((a, attention_simt.exact_kernel(layout, queries, a)) for a in ARCHITECTURES)
     for name, threads in (("prepare_queries", PREPARE_THREADS), ("combine_splits", attention.COMBINE_THREADS)):
-        for number in attention_simt.NUMBERS:
-            yield _everywhere(attention.COMBINE_FILE, f"{name}<{number}>", threads)
+        yield _everywhere(attention.COMBINE_FILE, name, threads)
     yield _everywhere(attention.COMBINE_FILE, "sketch_queries", attention.SKETCH_ROWS)
     yield _everywhere(device_step.FILE, "append_token", device_step.THREADS)
 
@@ -107,17 +106,19 @@ def _mma() -> Iterator[Instance]:
 
 
 def _palu() -> Iterator[Instance]:
-    """Attention over latents: both kernels over tokens, in all their ways, and what is around them."""
+    """Attention over latents: both kernels over tokens, and what is around them."""
     heads = palu_plan.Keys(LATENT_HEADS, HEAD, rotary=HEAD)
-    one_group, groups = TokenInts(4), TokenInts(4, LANES)
-    for keys, values, coefficients in product((one_group, groups), (one_group, groups), palu_plan.PLANES):
-        layout = page_layout(keys, values, RANK, RANK)
+    # By the bytes that a latent is on tensor cores.
+    codecs = {1: TokenInts(4), 2: TokenInts(4, LANES)}
+    names = {planes: name for name, planes in palu_plan.PLANES.items()}
+    for keys, values, matrix in LATENTS_MMA:
+        layout = page_layout(codecs[keys], codecs[values], RANK, RANK)
         yield _chosen(
-            (a, palu_plan.mma_kernel(layout, heads, LATENT_QUERIES, a, coefficients, exact=False))
+            (a, palu_plan.mma_kernel(layout, heads, LATENT_QUERIES, a, names[matrix], exact=False))
             for a in ARCHITECTURES
         )
     for scored in (heads, palu_plan.Keys(1, LATENT_QUERIES, whole=True)):
-        layout = page_layout(one_group, one_group, RANK, RANK)
+        layout = page_layout(codecs[1], codecs[1], RANK, RANK)
         yield _chosen((a, palu_plan.simt_kernel(layout, scored, LATENT_QUERIES, a)) for a in ARCHITECTURES)
     for file, expression in PALU:
         if file == palu_plan.PREPARE_FILE:

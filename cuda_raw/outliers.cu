@@ -72,11 +72,19 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The keys without their listed channels, and these alone: inner and outer (heads, tokens, width), as bit patterns.
-// `channels` are (heads, pages, outliers). Grid (blocks of a head's numbers, heads).
+// Number `from` of x, as a bit pattern, is number `to` of one of two arrays, and zero in the other.
 template <class Word>
+__device__ __forceinline__ void split_number(const void* x, i64 from, void* inner, void* outer, i64 to,
+                                             bool is_outlier) {
+  const Word number = static_cast<const Word*>(x)[from];
+  static_cast<Word*>(inner)[to] = is_outlier ? 0 : number;
+  static_cast<Word*>(outer)[to] = is_outlier ? number : 0;
+}
+
+// The keys without their listed channels, and these alone: inner and outer (heads, tokens, width), of x's dtype.
+// `channels` are (heads, pages, outliers). Grid (blocks of a head's numbers, heads).
 __global__ void __launch_bounds__(THREADS)
-    split_outliers(const Word* x, const i64* channels, Word* inner, Word* outer, const Places places, const i64 tokens,
+    split_outliers(const void* x, const i64* channels, void* inner, void* outer, const Places places, const i64 tokens,
                    const int page, const int pages, const int width, const int outliers) {
   const i64 at = (i64)blockIdx.x * THREADS + threadIdx.x, token = at / width;
   const int channel = at % width;
@@ -85,8 +93,10 @@ __global__ void __launch_bounds__(THREADS)
     const i64* listed = channels + (head * (i64)pages + token / page) * outliers;
     bool is_outlier = false;
     for (int o = 0; o < outliers; ++o) is_outlier |= listed[o] == channel;
-    const Word number = x[numbers_at(places, head, token) + channel];
-    inner[head * tokens * width + at] = is_outlier ? 0 : number;
-    outer[head * tokens * width + at] = is_outlier ? number : 0;
+    const i64 from = numbers_at(places, head, token) + channel, to = head * tokens * width + at;
+    if (places.dtype == FLOAT32)
+      split_number<u32>(x, from, inner, outer, to, is_outlier);
+    else
+      split_number<u16>(x, from, inner, outer, to, is_outlier);
   }
 }

@@ -7,6 +7,7 @@
 // all tiles are neighbours in its tables.
 #pragma once
 #include "attention.cuh"
+#include "numbers.cuh"
 #include "values_simt.cuh"
 
 // What keys are rebuilt with; the fields of REBUILD in palu_plan.py, in their order.
@@ -40,16 +41,8 @@ __device__ __forceinline__ int channel_of(int block, int tile, int column, const
   return channel < rebuild.d ? channel : NO_CHANNEL;
 }
 
-// kvsketch.layout.DTYPE_CODES.
-constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;
-
-// Bytes of an exact number, and number `at` of an array of them.
+// Bytes of an exact number.
 __device__ __forceinline__ int number_bytes(const SideSpec& spec) { return spec.dtype == FLOAT32 ? 4 : 2; }
-__device__ __forceinline__ float load_number(const u8* numbers, i64 at, int dtype) {
-  if (dtype == FLOAT32) return reinterpret_cast<const float*>(numbers)[at];
-  if (dtype == FLOAT16) return to_float(reinterpret_cast<const __half*>(numbers)[at]);
-  return to_float(reinterpret_cast<const __nv_bfloat16*>(numbers)[at]);
-}
 
 // One side of a run of a row's tokens: of pages, `step` bytes apart, or of exact tokens, which are like one long page.
 struct SideRun {

@@ -20,8 +20,8 @@ from kvsketch.cuda_raw.attention import (
     COMBINE_FILE,
     COMBINE_THREADS,
     LOG2_E,
+    dtype_code,
     dummy_array,
-    number_type,
     prepared_queries,
 )
 from kvsketch.cuda_raw.attention_plan import make_shapes, multiprocessors
@@ -37,7 +37,7 @@ from kvsketch.cuda_raw.palu_plan import (
     make_rebuild,
     plan_kernels,
 )
-from kvsketch.layout import DTYPE_CODES, LANES, PageLayout
+from kvsketch.layout import LANES, PageLayout
 from kvsketch.reference import palu as reference
 
 #: With more query rows than this, all heads together, keys are rebuilt and multiplied by cuBLAS, a tile at a time.
@@ -260,8 +260,8 @@ def _attend(
         )  # fmt: skip
     mixed = xp.empty((b, hq, s, rank), dtype=q.dtype if given.up_v is None and first is None else xp.float32)
     launch(
-        COMBINE_FILE, f"combine_splits<{number_type(mixed)}>", (hq * s, 1, b), (COMBINE_THREADS, 1, 1),
-        (partial, masks.counts, dummy, mixed, np.int32(0), shapes),
+        COMBINE_FILE, "combine_splits", (hq * s, 1, b), (COMBINE_THREADS, 1, 1),
+        (partial, masks.counts, dummy, mixed, dtype_code(mixed), np.int32(0), shapes),
     )  # fmt: skip
     if given.up_v is not None:
         up_v = xp.swapaxes(given.up_v.reshape(heads, dv, rank), 1, 2)
@@ -287,10 +287,10 @@ def _join_first(first: FirstTokens, mixed: Any, partial: Any, rows: Any, masks: 
     b, hq, s, dv = mixed.shape
     room, sizes = first.k.shape[2], np.zeros((), FIRST)
     sizes["room"], sizes["d"], sizes["dv"], sizes["heads"] = room, rows.shape[3], dv, first.k.shape[1]
-    sizes["key_dtype"], sizes["value_dtype"] = (DTYPE_CODES[str(x.dtype)] for x in (first.k, first.v))
     out = xp.empty(mixed.shape, dtype=dtype)
+    sizes["key_dtype"], sizes["value_dtype"], sizes["out_dtype"] = map(dtype_code, (first.k, first.v, out))
     launch(
-        FIRST_FILE, f"join_first<{number_type(out)}>", (hq * s, b, 1), (FIRST_THREADS, 1, 1),
+        FIRST_FILE, "join_first", (hq * s, b, 1), (FIRST_THREADS, 1, 1),
         (
             xp.ascontiguousarray(mixed), partial, rows, _bytes(first.k), _bytes(first.v), masks.counts, masks.skip,
             masks.limits, masks.bias, out, shapes, sizes,

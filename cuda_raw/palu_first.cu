@@ -5,19 +5,18 @@
 struct FirstTokens {
   int room, d, dv;  // keys (b, heads, room, d), values (b, heads, room, dv)
   int heads;
-  int key_dtype, value_dtype;
+  int key_dtype, value_dtype, out_dtype;
 };
 
 constexpr int FIRST_THREADS = 128, FIRST_WARPS = FIRST_THREADS / LANES;
 
 // `mixed` (b, hq, s, dv) is normalized by the sums of `partial`, which all splits have; q (b, hq, s, d) is in units of
 // log2. Grid (Q, rows), shared memory for `room` numbers.
-template <class T>
-__global__ void __launch_bounds__(FIRST_THREADS)
+__global__ void __launch_bounds__(FIRST_THREADS, 8)
     join_first(const float* __restrict__ mixed, const float* __restrict__ partial, const float* __restrict__ q,
                const u8* __restrict__ first_k, const u8* __restrict__ first_v, const i64* __restrict__ counts,
                const i64* __restrict__ skip, const i64* __restrict__ limits, const float* __restrict__ bias,
-               T* __restrict__ out, const Shapes shapes, const FirstTokens first) {
+               void* __restrict__ out, const Shapes shapes, const FirstTokens first) {
   extern __shared__ float weights[];
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, column = blockIdx.x, row = blockIdx.y;
   const RowCounts held = row_counts(counts, row, shapes);
@@ -50,6 +49,6 @@ __global__ void __launch_bounds__(FIRST_THREADS)
     float sum = own * mixed[query * first.dv + c];
     for (int t = 0; t < count; ++t)
       sum = fmaf(exp2f(weights[t] - shift), load_number(first_v, (token + t) * first.dv + c, first.value_dtype), sum);
-    out[query * first.dv + c] = from_float<T>(sum * share);
+    store_number(out, query * first.dv + c, first.out_dtype, sum * share);
   }
 }

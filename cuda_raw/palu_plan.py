@@ -21,7 +21,9 @@ REBUILD = np.dtype(
     align=True,
 )
 #: struct FirstTokens of palu_first.cu.
-FIRST = np.dtype([(name, np.int32) for name in ("room", "d", "dv", "heads", "key_dtype", "value_dtype")], align=True)
+FIRST = np.dtype(
+    [(name, np.int32) for name in ("room", "d", "dv", "heads", "key_dtype", "value_dtype", "out_dtype")], align=True
+)
 
 PREPARE_FILE, FIRST_FILE = "palu_prepare.cu", "palu_first.cu"
 SIMT_FILE, SIMT_THREADS, SIMT_QUERIES = "palu_simt.cu", 128, 32

@@ -104,11 +104,10 @@ def split_outliers(k: Any, channels: Any, page: int) -> tuple[Any, Any]:
     inner, outer = xp.empty(k.shape, k.dtype), xp.empty(k.shape, k.dtype)
     if k.size:
         k, places = _places.locate_vectors(k)
-        word = np.dtype(f"u{k.itemsize}")
         grid = (_places.blocks_of(n * d, THREADS), _places.grid_heads(k))
         sizes = (np.int64(n), *map(np.int32, (min(page, n), channels.shape[2], d, channels.shape[3])))
-        args = (k.view(word), _as_indices(channels), inner.view(word), outer.view(word), places, *sizes)
-        launch("outliers.cu", f"split_outliers<u{8 * k.itemsize}>", grid, (THREADS,), args)
+        args = (k, _as_indices(channels), inner, outer, places, *sizes)
+        launch("outliers.cu", "split_outliers", grid, (THREADS,), args)
     return inner, outer
 
 

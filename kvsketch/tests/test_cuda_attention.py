@@ -8,7 +8,7 @@ import pytest
 
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.cuda_raw import attention_simt
-from kvsketch.cuda_raw.attention_instances import ATTENTION, SIMT, Simt
+from kvsketch.cuda_raw.attention_instances import ATTENTION, EXACT, SIMT, Simt
 from kvsketch.layout import DTYPE_CODES, page_layout
 from kvsketch.testing import assert_same
 from kvsketch.tests.cuda_attention_cases import (
@@ -65,13 +65,13 @@ def exact_dtype(instance: Simt) -> str | None:
 
 
 def allowed(case: Any) -> bool:
-    """Whether a case is one of the instance, and of a size that runs in a moment."""
+    """Whether a case takes kernels that are declared, and is of a size that runs in a moment."""
     instance = case["instance"]
     rows = case["ratio"] * case["s"]
     return (
         (rows == 1) == (instance.queries == 1)
         and exact_dtype(instance) in (None, case["dtype"])
-        and (instance.warps == 8 or case["dtype"] == "float32")
+        and (attention_simt.NUMBERS[DTYPE_CODES[case["dtype"]]], instance.queries, instance.warps) in EXACT
         and rows * case["n"] <= 32 * 257
     )
 
@@ -99,8 +99,7 @@ def instantiations(case: Any) -> set[tuple[str, str]]:
         choose(layout, case["ratio"] * case["s"], 90)
         for choose in (attention_simt.page_kernel, attention_simt.exact_kernel)
     ]
-    number = attention_simt.NUMBERS[DTYPE_CODES[case["dtype"]]]
-    around = {("attention_combine.cu", f"{name}<{number}>") for name in ("prepare_queries", "combine_splits")}
+    around = {("attention_combine.cu", name) for name in ("prepare_queries", "combine_splits")}
     if attention_simt.sketch_widths(layout.keys.spec)[0]:
         around.add(("attention_combine.cu", "sketch_queries"))
     return {(kernel.file, kernel.expression) for kernel in kernels} | around
@@ -127,9 +126,11 @@ def test_every_pair_of_settings(cupy: Any, case: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dv", [72, 328])
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("keys", KEYS)
-def test_every_codec_of_keys_with_every_codec_of_values(cupy: Any, keys: str, values: str) -> None:
+def test_every_codec_of_keys_with_every_codec_of_values(cupy: Any, keys: str, values: str, dv: int) -> None:
+    """For one query row and for several, by blocks of 8 and of 16 warps."""
     dtypes = {exact_dtype(Simt(name, "", 4)) for name in (keys, values)} - {None}
     if len(dtypes) > 1:
         pytest.skip("the two sides of a cache have one dtype")
@@ -137,7 +138,7 @@ def test_every_codec_of_keys_with_every_codec_of_values(cupy: Any, keys: str, va
     assert dtype is not None
     view, tokens = make_view(
         KEYS[keys][1 % len(KEYS[keys])], VALUES[values][1 % len(VALUES[values])],
-        d=40, dv=72, h=2, rows=[Row(2, 3, 5), Row(0, 1, 0)], dtype=dtype,
+        d=40, dv=dv, h=2, rows=[Row(2, 3, 5), Row(0, 1, 0)], dtype=dtype,
     )  # fmt: skip
     for s in (1, 3):
         with running("check"):

@@ -10,12 +10,13 @@ import pytest
 
 from kvsketch.attention import attend
 from kvsketch.codecs import GroupedInts, SignSketch
-from kvsketch.cuda_raw import _compile, attention
+from kvsketch.cuda_raw import attention
 from kvsketch.testing import assert_same
 from kvsketch.tests.cuda_attention_cases import check, moved, queries, take_simt
-from kvsketch.tests.cuda_host import CudaHostError, running
+from kvsketch.tests.cuda_host import CudaHostError
 from kvsketch.tests.cuda_host.arrays import ndarray
 from kvsketch.tests.cuda_host.fixtures import needs_harness
+from kvsketch.tests.cuda_host.planted import checked_with, planted
 from kvsketch.tests.page_cases import Row, make_view
 
 pytestmark = needs_harness
@@ -57,7 +58,7 @@ SCENARIOS: tuple[Scenario, ...] = (several_tiles, outliers, far_apart)
 
 
 class Bug(NamedTuple):
-    """`old` becomes `new` in the source; `says` is in what is raised."""
+    """What is planted, as in `planted.Planted`; `says` is in what is raised."""
 
     scenario: Scenario
     old: str
@@ -68,37 +69,34 @@ class Bug(NamedTuple):
 WRONG = "largest error|not equal|Arrays are not|Mismatched"
 BUGS = {
     "no barrier before the softmax": Bug(
-        several_tiles,
-        "    __syncthreads();\n    for (int query = warp;",
-        "    for (int query = warp;",
-        "RACE|UNINITIALISED",
+        several_tiles, "    __syncthreads();\n    for (int query = warp;", "", "RACE|UNINITIALISED"
     ),
     "no barrier before the values": Bug(
-        several_tiles, "    __syncthreads();\n    if (part < parts) {", "    if (part < parts) {", "RACE|UNINITIALISED"
+        several_tiles, "    __syncthreads();\n    if (part < parts) {", "", "RACE|UNINITIALISED"
     ),
     "no barrier before the parts are summed": Bug(
-        several_tiles, "  __syncthreads();\n  const int dv", "  const int dv", "RACE|UNINITIALISED"
+        several_tiles, "  __syncthreads();\n  const int dv", "", "RACE|UNINITIALISED"
     ),
-    "scores kept once": Bug(several_tiles, "turn ^= 1", "turn ^= 0", "RACE"),
+    "scores kept once": Bug(several_tiles, "turn ^= 1", "turn ^= !PLANTED", "RACE"),
     "no rescale of the mix": Bug(several_tiles, "mix[query][p] *= softmax.decay[query];", "", WRONG),
     "no rescale of the sum": Bug(several_tiles, "fmaf(softmax.total[query], decay, total)", "total", WRONG),
-    "no rescale of splits": Bug(outliers, "shares[split] = exp2f(from[0] - shift);", "shares[split] = 1.f;", WRONG),
-    "a page too many": Bug(several_tiles, "cut_of(row.pages, split", "cut_of(row.pages + 1, split", WRONG),
+    "no rescale of splits": Bug(outliers, "exp2f(from[0] - shift)", "1.f", WRONG),
+    "a page too many": Bug(several_tiles, "cut_of(row.pages, split", "cut_of(row.pages + PLANTED, split", WRONG),
     "a value too many": Bug(several_tiles, "QUAD * quad + r < tokens", "QUAD * quad + r <= tokens", WRONG),
-    "one token of the future": Bug(several_tiles, "if (position >= seen)", "if (position > seen)", WRONG),
+    "one token of the future": Bug(several_tiles, "position >= seen", "position > seen", WRONG),
     "splits of other rows": Bug(
         several_tiles,
-        "return split - pages - sinks + shapes.page_splits + shapes.sink_splits;",
-        "return split;",
+        "split - pages - sinks + shapes.page_splits + shapes.sink_splits",
+        "split",
         "UNINITIALISED",
     ),
     "a mask of half a warp": Bug(
         several_tiles,
         "__shfl_xor_sync(ALL_LANES, odd ? first",
-        "__shfl_xor_sync(0xffffu, odd ? first",
+        "__shfl_xor_sync(PLANTED ? 0xffffu : ALL_LANES, odd ? first",
         "not in its own mask",
     ),
-    "another lane": Bug(several_tiles, "x[1] : x[3], 2);", "x[1] : x[3], 4);", WRONG),
+    "another lane": Bug(several_tiles, "x[1] : x[3], 2);", "x[1] : x[3], PLANTED ? 4 : 2);", WRONG),
     "an offset of 32 bits": Bug(
         far_apart,
         "pages + (((i64)tile.row * shapes.h + tile.head) * shapes.capacity + cut.first) * shapes.record_bytes",
@@ -109,14 +107,15 @@ BUGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that were built before are not used, nor these later."""
-    take_simt(monkeypatch)
-    _compile._function.cache_clear()
-    with running("check"):
+@pytest.fixture(autouse=True, scope="module")
+def _checked() -> Iterator[None]:
+    with checked_with(BUGS):
         yield
-    _compile._function.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _simt(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_simt(monkeypatch)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -127,10 +126,5 @@ def test_without_a_bug_nothing_is_raised(cupy: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_seen(cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     bug = BUGS[name]
-    sources = {
-        file: _compile.source(file) for file in ("attention_simt.cu", "attention_exact.cu", "attention_combine.cu")
-    }
-    assert any(bug.old in text for text in sources.values())
-    monkeypatch.setattr(_compile, "source", lambda file: sources[file].replace(bug.old, bug.new))
-    with pytest.raises((CudaHostError, AssertionError), match=f"(?s){bug.says}"):
+    with planted(name, BUGS), pytest.raises((CudaHostError, AssertionError), match=f"(?s){bug.says}"):
         bug.scenario(cupy, monkeypatch)

@@ -11,7 +11,7 @@ from kvsketch import pages
 from kvsketch.attention import CacheView
 from kvsketch.codecs import Codec, Exact, GroupedInts, SignSketch, TokenInts
 from kvsketch.cuda_raw import attention
-from kvsketch.cuda_raw.attention_mma import page_kernel
+from kvsketch.cuda_raw.attention_mma import FILE, page_kernel
 from kvsketch.cuda_raw.attention_mma_instances import ATTENTION_MMA, KIVI, MMA, OUTLIERS, SKETCH, Mma
 from kvsketch.cuda_raw.attention_plan import PageKernel, shared_limit
 from kvsketch.layout import page_layout
@@ -53,11 +53,39 @@ def check(
     return actual
 
 
+#: Combinations that are not declared.
+OTHERS = (
+    Mma(KIVI, KIVI, 128, 128, 8, 1),
+    Mma(KIVI, KIVI, 128, 128, 7, 1, "int8"),
+    Mma(KIVI, KIVI, 128, 128, 3, 5, "int8"),
+    Mma(GroupedInts(4, 64), GroupedInts(4, 64), 128, 96, 7, 1),
+    Mma(GroupedInts(3, 32), GroupedInts(3, 32), 96, 80, 3, 1),
+    Mma(GroupedInts(1, 32), GroupedInts(1, 24), 80, 64, 4, 2),
+    Mma(GroupedInts(2, 128), GroupedInts(8, 8), 256, 256, 3, 3),
+    Mma(GroupedInts(2, 64), GroupedInts(2, 8), 8, 8, 1, 2),
+    Mma(SignSketch(m=100), GroupedInts(4, 32), 64, 8, 3, 2),
+    Mma(SignSketch(m=48, kind="gaussian"), GroupedInts(1, 32), 96, 64, 8, 2),
+    Mma(SignSketch(m=48, outliers=3, outlier_m=20), GroupedInts(3, 32), 80, 96, 3, 5),
+    Mma(TokenInts(1), GroupedInts(3, 16), 8, 96, 1, 2),
+)
+
+
 @needs_compiler
 @pytest.mark.parametrize("turn", range(len(MMA)), ids=lambda turn: ATTENTION_MMA[turn][1])
 def test_every_instance(cupy: Any, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
+    check_instance(cupy, monkeypatch, MMA[turn], turn)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("turn", range(len(OTHERS)), ids=lambda turn: OTHERS[turn].kernel(90).expression)
+def test_instances_that_are_not_declared(cupy: Any, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
+    assert (FILE, OTHERS[turn].kernel(90).expression) not in ATTENTION_MMA
+    check_instance(cupy, monkeypatch, OTHERS[turn], len(MMA) + turn)
+
+
+def check_instance(cupy: Any, monkeypatch: pytest.MonkeyPatch, instance: Mma, turn: int) -> None:
     """Rows of all lengths, by one block or split; masks and dtypes take turns."""
-    instance = MMA[turn]
     if turn % 2:
         monkeypatch.setattr(attention, "multiprocessors", lambda _: 0)
     dtype = tuple(DTYPES)[turn % len(DTYPES)]
@@ -75,7 +103,7 @@ def test_every_instance(cupy: Any, monkeypatch: pytest.MonkeyPatch, turn: int) -
 
 
 def test_instances_are_declared_once_and_cover_the_codecs() -> None:
-    assert len(set(ATTENTION_MMA)) == len(ATTENTION_MMA) <= 24
+    assert len(set(ATTENTION_MMA)) == len(ATTENTION_MMA) <= 16
     for rest in ("BY_COLUMN, false", "BY_PRODUCT, false", "BY_PRODUCT, true", "NONE, false", "NONE, true"):
         assert any(expression.endswith(f"{rest}>") for _, expression in ATTENTION_MMA)
     for codec in ("IntKeys", "LatentKeys", "IntValues"):

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from kvsketch.codecs import Codec, GroupedInts, SignSketch
-from kvsketch.cuda_raw import _compile, attention
-from kvsketch.tests.cuda_host import CudaHostError, running
-from kvsketch.tests.cuda_host.fixtures import needs_compiler
+from kvsketch.cuda_raw import attention
+from kvsketch.tests.cuda_host import CudaHostError
+from kvsketch.tests.cuda_host.fixtures import needs_harness
+from kvsketch.tests.cuda_host.planted import checked_with, planted
 from kvsketch.tests.page_cases import Row, make_view
 from kvsketch.tests.test_cuda_attention_bugs import Bug, Scenario, far_apart
 from kvsketch.tests.test_cuda_attention_mma import check, queries
 
-pytestmark = needs_compiler
+pytestmark = needs_harness
 
 KEYS, VALUES = GroupedInts(2, 64), GroupedInts(2, 64)
 
@@ -51,63 +52,54 @@ WRONG = "error .*, limit|largest error|not equal|Arrays are not|Mismatched"
 UNORDERED = "RACE|UNINITIALISED"
 BUGS = {
     "copies that are not waited for": Bug(turns, "    copy_wait<0>();\n", "", UNORDERED),
-    "no barrier between warps and the next page": Bug(
-        together, "    Members::sync();  // what", "    // what", UNORDERED
-    ),
-    "no barrier between lanes and the next page": Bug(turns, "    Members::sync();  // what", "    // what", UNORDERED),
-    "no barrier before scores change lanes": Bug(turns, "    __syncwarp();\n\n    float", "    float", UNORDERED),
-    "no barrier before parts lie where pages did": Bug(
-        turns, "  __syncthreads();\n  OwnPart*", "  OwnPart*", UNORDERED
-    ),
-    "no barrier before parts are joined": Bug(turns, "  __syncthreads();\n  parts +=", "  parts +=", UNORDERED),
+    "no barrier between warps and the next page": Bug(together, "    Members::sync();  // what", "", UNORDERED),
+    "no barrier between lanes and the next page": Bug(turns, "    Members::sync();  // what", "", UNORDERED),
+    "no barrier before scores change lanes": Bug(turns, "    __syncwarp();\n\n    float", "", UNORDERED),
+    "no barrier before parts lie where pages did": Bug(turns, "  __syncthreads();\n  OwnPart*", "", UNORDERED),
+    "no barrier before parts are joined": Bug(turns, "  __syncthreads();\n  parts +=", "", UNORDERED),
     "no barrier after scales are made smaller": Bug(
-        together, "    Team::sync();\n    return power_of_2", "    return power_of_2", UNORDERED
+        together, "    Team::sync();\n    return power_of_2", "", UNORDERED
     ),
     "one place for the scales of pages": Bug(turns, "next.tile == 0 ? slot ^ 1 : slot", "slot", f"{UNORDERED}|{WRONG}"),
-    "a page too many": Bug(
-        turns, "visited = (any_sees + p - 1) / p", "visited = any_sees / p + 1", f"{UNORDERED}|{WRONG}"
-    ),
-    "pages from the second on": Bug(turns, "shapes.capacity + cut.first)", "shapes.capacity + cut.first + 1)", WRONG),
-    "one token of the future": Bug(turns, "if (position >= seen)", "if (position > seen)", WRONG),
-    "tokens of another tile": Bug(turns, "at.page * p + CHUNK * at.tile;", "at.page * p;", WRONG),
-    "no rescale of the mix": Bug(turns, "Values::rescale(mix, ", "(void)(", WRONG),
-    "no rescale of the sum": Bug(turns, "softmax.total *= decay;", "", WRONG),
-    "no rescale of the parts": Bug(
-        turns, "fmaf(exp2_fast(parts[w].largest[r] - shift), number", "fmaf(1.f, number", WRONG
-    ),
-    "a mask of half a warp": Bug(
-        turns, "__shfl_xor_sync(ALL_LANES, top, 2)", "__shfl_xor_sync(0xffffu, top, 2)", "not in its own mask"
-    ),
-    "decays of other columns": Bug(turns, "decay, 8 * t + 4)", "decay, 8 * t)", WRONG),
-    "scales that stay small": Bug(turns, "query.unscale * growth", "query.unscale", WRONG),
-    "rests of queries left out": Bug(turns, "fmaf(left[i], factor, products[i])", "products[i]", WRONG),
-    "rests of weights left out": Bug(
-        together, "if (REST == BY_PRODUCT) mma_f16(sums", "if (false) mma_f16(sums", WRONG
-    ),
-    "codes found elsewhere than put": Bug(turns, "Chunk<BITS>::swizzle(x, first), from", "(x + first), from", WRONG),
-    "zeros of another part": Bug(turns, "scale + (PARTS + g) * PART_BYTES", "scale + g * PART_BYTES", WRONG),
-    "outlier channels left in": Bug(sketches, "Inner::norm(tile, token) * (inner_unit * in)", "0.f", WRONG),
-    "columns of the first page for all": Bug(
-        sketches, "(found | found >> 2) & 0x11111111u", "columns->channels[0] ? 0x11111111u : 0", WRONG
-    ),
-    "columns that are not there yet": Bug(sketches, "    }\n    Team::sync();", "    }", UNORDERED),
-    "norms of another plane": Bug(sketches, "token = 8 * plane + with.g", "token = with.g", WRONG),
+    "a page too many": Bug(turns, "(any_sees + p - 1) / p", "any_sees / p + 1", f"{UNORDERED}|{WRONG}"),
     "an offset of 32 bits": Bug(
         far_apart,
         "pages + (((i64)row * shapes.h + head) * shapes.capacity + cut.first) * shapes.record_bytes",
         "pages + (int)((((i64)row * shapes.h + head) * shapes.capacity + cut.first) * shapes.record_bytes)",
         "OUT OF BOUNDS",
     ),
+    "pages from the second on": Bug(
+        turns, "shapes.capacity + cut.first)", "shapes.capacity + cut.first + PLANTED)", WRONG
+    ),
+    "one token of the future": Bug(turns, "position >= seen", "position > seen", WRONG),
+    "tokens of another tile": Bug(turns, "at.page * p + CHUNK * at.tile", "at.page * p", WRONG),
+    "no rescale of the mix": Bug(turns, "Values::rescale(mix, ", "", WRONG),
+    "no rescale of the sum": Bug(turns, "softmax.total *= decay;", "", WRONG),
+    "no rescale of the parts": Bug(turns, "exp2_fast(parts[w].largest[r] - shift)", "1.f", WRONG),
+    "a mask of half a warp": Bug(
+        turns, "__shfl_xor_sync(ALL_LANES, top, 2)", "__shfl_xor_sync(0xffffu, top, 2)", "not in its own mask"
+    ),
+    "decays of other columns": Bug(turns, "decay, 8 * t + 4)", "decay, PLANTED ? 8 * t : 8 * t + 4)", WRONG),
+    "scales that stay small": Bug(turns, "query.unscale * growth", "query.unscale", WRONG),
+    "rests of queries left out": Bug(turns, "fmaf(left[i], factor, products[i])", "products[i]", WRONG),
+    "rests of weights left out": Bug(
+        together, "if (REST == BY_PRODUCT) mma_f16(sums", "if (REST == BY_PRODUCT && !PLANTED) mma_f16(sums", WRONG
+    ),
+    "codes found elsewhere than put": Bug(turns, "Chunk<BITS>::swizzle(x, first)", "x + first", WRONG),
+    "zeros of another part": Bug(turns, "scale + (PARTS + g) * PART_BYTES", "scale + g * PART_BYTES", WRONG),
+    "outlier channels left in": Bug(sketches, "Inner::norm(tile, token) * (inner_unit * in)", "0.f", WRONG),
+    "columns of the first page for all": Bug(
+        sketches, "(found | found >> 2) & 0x11111111u", "(columns->channels[0] ? 0x11111111u : 0)", WRONG
+    ),
+    "columns that are not there yet": Bug(sketches, "    Team::sync();\n    return 1.f", "", UNORDERED),
+    "norms of another plane": Bug(sketches, "8 * plane + with.g", "with.g", WRONG),
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _checked() -> Iterator[None]:
-    """Kernels that were built before are not used, nor these later."""
-    _compile._function.cache_clear()
-    with running("check"):
+    with checked_with(BUGS):
         yield
-    _compile._function.cache_clear()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -117,8 +109,6 @@ def test_without_a_bug_nothing_is_raised(cupy: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_seen(cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    bug, given = BUGS[name], _compile.source
-    assert bug.old in given("attention_mma.cu")
-    monkeypatch.setattr(_compile, "source", lambda file: given(file).replace(bug.old, bug.new))
-    with pytest.raises((CudaHostError, AssertionError), match=f"(?s){bug.says}"):
+    bug = BUGS[name]
+    with planted(name, BUGS), pytest.raises((CudaHostError, AssertionError), match=f"(?s){bug.says}"):
         bug.scenario(cupy, monkeypatch)

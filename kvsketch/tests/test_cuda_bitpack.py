@@ -75,6 +75,4 @@ def test_views_that_are_not_contiguous_or_aligned(cupy):  # noqa: F811
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 def test_kernels_do_not_spill():
-    assert_no_spills(
-        "bitpack.cu", ["pack_codes", "unpack_codes", *(f"pack_signs<u{8 * size}>" for size in (1, 2, 4, 8))]
-    )
+    assert_no_spills("bitpack.cu", ["pack_codes", "unpack_codes", "pack_signs"])

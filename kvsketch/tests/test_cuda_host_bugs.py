@@ -1,14 +1,16 @@
-"""Bugs planted in two real kernels, one at a time: the harness must say so of each."""
+"""Bugs planted in two real kernels, one at a time: the harness must say so of each. And switches for bugs."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from kvsketch.tests.cuda_host import CudaHostError, HostModule, empty, running
 from kvsketch.tests.cuda_host.fixtures import needs_harness
+from kvsketch.tests.cuda_host.planted import planted, switched_on, with_switches
 
 pytestmark = needs_harness
 
@@ -201,3 +203,60 @@ def test_planted_bugs_are_caught(name: str) -> None:
         else:
             with pytest.raises(CudaHostError, match=said):
                 run(code.replace(old, new))
+
+
+# ---------------------------------------------------------------------- switches
+class Switched(NamedTuple):
+    old: str
+    new: str
+
+
+SWITCHED = (
+    Switched("__syncthreads();\n  out", ""),
+    Switched("shared[t]", "shared[t ^ 1]"),
+    Switched("t < n ?", "t < n - PLANTED ?"),
+    Switched("in no source", ""),
+)
+DOUBLED = """
+__global__ void doubled(const float* x, float* out, int n) {
+  __shared__ float shared[64];
+  const int t = threadIdx.x;
+  shared[63 - t] = x[63 - t];
+  __syncthreads();
+  out[t] = t < n ? 2 * shared[t] : 0.f;
+}
+"""
+
+
+def test_one_build_has_all_bugs_each_behind_its_switch() -> None:
+    bugs = {bug.old: bug for bug in SWITCHED}
+    module = HostModule(with_switches(DOUBLED, bugs), name_expressions=("doubled",))
+    x, n = np.arange(64, dtype=np.float32), 40
+    right = np.where(x < n, 2 * x, 0)
+
+    def run() -> np.ndarray:
+        out = empty(64, np.float32)
+        module.get_function("doubled")((1,), (64,), (x, out, np.int32(n)))
+        return out
+
+    with running("check"):
+        np.testing.assert_array_equal(run(), right)
+        with switched_on(0), pytest.raises(CudaHostError, match=r"RACE|UNINITIALISED"):
+            run()
+        with switched_on(1):
+            np.testing.assert_array_equal(run(), np.where(x < n, 2 * x.reshape(-1, 2)[:, ::-1].ravel(), 0))
+        with switched_on(2):
+            np.testing.assert_array_equal(run(), np.where(x == n - 1, 0, right))
+        with switched_on(3):
+            np.testing.assert_array_equal(run(), right)
+
+
+def test_bugs_whose_texts_overlap_are_refused() -> None:
+    bugs = {"first": Switched("t < n ?", "true || PLANTED ?"), "second": Switched("out[t] = t < n ?", "out[t] = ")}
+    with pytest.raises(ValueError, match=r"bug 'second': an earlier bug changed its text 'out\[t\] = t < n \?'"):
+        with_switches(DOUBLED, bugs)
+
+
+def test_a_bug_that_is_in_no_source_is_named() -> None:
+    with pytest.raises(AssertionError, match="no source has 'in no source'"), planted("gone", {"gone": SWITCHED[3]}):
+        pass

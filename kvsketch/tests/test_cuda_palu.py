@@ -9,9 +9,8 @@ import pytest
 
 from kvsketch.codecs import Codec, Exact, TokenInts
 from kvsketch.cuda_raw import palu, palu_plan
-from kvsketch.cuda_raw.attention_simt import NUMBERS
-from kvsketch.cuda_raw.palu_instances import PALU
-from kvsketch.layout import DTYPE_CODES
+from kvsketch.cuda_raw.palu_instances import MMA, PALU
+from kvsketch.layout import PageLayout, page_layout
 from kvsketch.testing import assert_same
 from kvsketch.tests.cuda_attention_cases import covering_cases
 from kvsketch.tests.cuda_host import running
@@ -71,11 +70,24 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def allowed(case: Any) -> bool:
-    """True first tokens have no latents to be mixed with, and large cases take long."""
-    return (case["up_v"] or not case["first"]) and case["heads"] * case["ratio"] * case["s"] * case["n"] <= 8000
+    """True first tokens have no latents to be mixed with, and large cases take long; kernels are declared."""
+    return (
+        (case["up_v"] or not case["first"])
+        and case["heads"] * case["ratio"] * case["s"] * case["n"] <= 8000
+        and (
+            case["level"] == "simt"
+            or planes(page_layout(*case["codecs"], case["rank"], case["value_rank"]), case["coefficients"]) in MMA
+        )
+    )
 
 
-CASES = covering_cases(FACTORS, allowed)
+def planes(layout: PageLayout, coefficients: str) -> tuple[int, int, int]:
+    """Bytes that latents of keys, of values, and numbers of the matrix are on tensor cores."""
+    of_keys, of_values = (palu_plan.side_planes(side.spec) for side in (layout.keys, layout.values))
+    return of_keys, of_values, palu_plan.PLANES[coefficients]
+
+
+CASES = covering_cases(FACTORS, allowed, tries=80)
 
 
 def layer_of(case: Any, seed: int) -> Layer:
@@ -124,11 +136,29 @@ def instantiations(case: Any, layer: Layer) -> set[tuple[str, str]]:
             found.add(("palu_prepare.cu", f"pack_matrix<{kernel.planes}>"))
             if not keys.whole:
                 found.add(("palu_prepare.cu", "split_queries"))
-    return found | ({("palu_first.cu", f"join_first<{NUMBERS[DTYPE_CODES[case['dtype']]]}>")} if first else set())
+    return found | ({("palu_first.cu", "join_first")} if first else set())
 
 
 def test_the_cases_execute_every_instantiation() -> None:
     assert set().union(*(instantiations(case, layer_of(case, i)) for i, case in enumerate(CASES))) == set(PALU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "values", "coefficients"),
+    [
+        (TokenInts(3), TokenInts(2), "int8"),
+        (TokenInts(4), TokenInts(8, 24), "int16"),
+        (TokenInts(1, 8), TokenInts(2), "int16"),
+    ],
+    ids=str,
+)
+def test_kernels_that_are_not_declared(cupy: Any, keys: Codec, values: Codec, coefficients: str) -> None:
+    assert planes(page_layout(keys, values, 40, 40), coefficients) not in MMA
+    layer = make_layer(b=2, d=40, n=200, heads=2, keys=keys, values=values, ranks=(40,), value_ranks=(40,), rotary=40)
+    for s in (1, 5):
+        with running("check"):
+            check(cupy, layer, make_queries(2, 6, s, 40), "mma", coefficients=coefficients)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

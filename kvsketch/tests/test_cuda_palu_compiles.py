@@ -43,7 +43,7 @@ def test_no_kernel_spills(file: str, architecture: int) -> None:
 
 
 def test_instances_are_declared_once() -> None:
-    assert len(set(PALU)) == len(PALU) == len(MMA) + 8
+    assert len(set(PALU)) == len(PALU) == len(MMA) + 6
 
 
 def fields(text: str, struct: str) -> list[tuple[str, str]]:

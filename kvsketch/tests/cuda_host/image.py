@@ -24,15 +24,18 @@ from kvsketch.tests.cuda_host.toolchain import (
 )
 
 COMMON_FLAGS = (
-    *("-std=c++17", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
+    # Lines and inlined calls are what failures name; where variables lie would take g++ as long as all else.
+    *("-std=c++17", "-gdwarf-4", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
     # NVRTC fuses multiply-add where it pleases; here nothing is fused, so that rounding is the reference's.
     *("-ffp-contract=off", "-fno-strict-aliasing", "-w"),
 )
+#: Tests run kernels for moments and build many: what is quick to build is quick.
 MODE_FLAGS = {
-    "fast": ("-O2",),
-    # Instrumented for two sanitizers, but linked to the runtime's hooks instead of their libraries.
+    "fast": ("-O1",),
+    # Instrumented for two sanitizers, but linked to the runtime's hooks instead of their libraries. As nothing is
+    # optimised, every access of the source is made, also those whose result nobody uses.
     "check": (
-        *("-O1", "-DCUDA_HOST_CHECKED", "-fsanitize=thread"),
+        *("-O0", "-DCUDA_HOST_CHECKED", "-fsanitize=thread"),
         "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow,null",
     ),
 }

@@ -79,7 +79,8 @@ def runtime_library() -> tuple[Path, Any]:
     library.cuda_host_add_argument.argtypes = [pointer, ctypes.c_size_t, text, ctypes.c_int, pointer, pointer]
     library.cuda_host_count_argument.argtypes = [pointer] * 4
     library.cuda_host_add_shared.argtypes = [pointer, ctypes.c_size_t, text]
-    for name in ("set_options", "set_image", "add_argument", "count_argument", "add_shared"):
+    library.cuda_host_plant.argtypes = [ctypes.c_int]
+    for name in ("set_options", "set_image", "add_argument", "count_argument", "add_shared", "plant"):
         getattr(library, f"cuda_host_{name}").restype = None
     return path, library
 

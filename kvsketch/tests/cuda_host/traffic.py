@@ -62,7 +62,7 @@ def recorded() -> list[LaunchTraffic] | None:
 def counted() -> Iterator[list[LaunchTraffic]]:
     """The list that launches inside, which must be checked ones, add their traffic to, in their order.
 
-    Accesses are those of the code that g++ makes at -O1, where several in the source may have become one.
+    Accesses are those of the source: g++ does not optimise where they are checked.
     """
     global _recorded
     before, _recorded = _recorded, []

@@ -28,6 +28,8 @@ typedef void (*cuda_host_collective_fn)(unsigned mask, void** data);
 // The runtime, as kernels see it.
 extern "C" {
 extern cuda_host_thread* cuda_host_current;
+// The number of the planted bug that is switched on, or 0.
+int cuda_host_planted();
 int cuda_host_run(const cuda_host_launch* launch, void (*body)(void*), void* argument);
 // votes: how many threads gave a true predicate, whether all did, whether any did
 void cuda_host_barrier(int predicate, int votes[3], const char* file, int line);

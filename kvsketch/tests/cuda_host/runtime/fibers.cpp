@@ -168,5 +168,8 @@ CUDA_HOST_API void cuda_host_fail(const char* format, ...) {
   abort();
 }
 
+static int planted;
+CUDA_HOST_API int cuda_host_planted() { return planted; }
+CUDA_HOST_API void cuda_host_plant(int number) { planted = number; }
 CUDA_HOST_API const char* cuda_host_message() { return message; }
 CUDA_HOST_API void cuda_host_set_options(const Options* to) { options = *to; }
