@@ -7,7 +7,6 @@
 #include "keys_simt.cuh"
 #include "values_simt.cuh"
 
-
 // A run of tokens of one row and head: strides are the bytes from a page of 32 << page_shift tokens to the next.
 struct Run {
   const u8 *keys, *values;

@@ -10,7 +10,6 @@
 // for these, and cut off 24 or 25 bits below; so codes of one and two bits are brought up in the word, the further the
 // smaller that error. Codes of plane b are 2^plane_shift(b) times too large; what is scored or mixed from them is
 // scaled in the end.
-#pragma once
 #include "ptx.cuh"
 
 constexpr int PLANES = 4, QUAD = 4, CHUNK = 32, GRANULE = 16;

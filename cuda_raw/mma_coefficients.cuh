@@ -7,7 +7,6 @@
 //
 // Numbers are normalized by powers of two to at most 2^15 while scales are at most 1, so that nothing overflows, and
 // what becomes subnormal is 2^-40 of the largest.
-#pragma once
 #include "mma_codes.cuh"
 
 enum Rest { BY_COLUMN, BY_PRODUCT, NONE };

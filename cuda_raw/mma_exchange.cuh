@@ -1,5 +1,4 @@
 // Sums of tensor cores on their way from the lanes that have them to those that go on with them, in shared memory.
-#pragma once
 #include "mma_coefficients.cuh"
 
 // Of one operand of query rows and 32 tokens, a warp's own.

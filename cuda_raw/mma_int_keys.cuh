@@ -1,5 +1,4 @@
 // Products of queries with 32 tokens on tensor cores, keys being integers with a scale and a zero for each channel.
-#pragma once
 #include "attention.cuh"
 #include "mma_coefficients.cuh"
 #include "mma_queries.cuh"

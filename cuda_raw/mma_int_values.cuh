@@ -1,6 +1,5 @@
 // Mixes of 32 tokens' values on tensor cores, values being integers with a scale and a zero for each group of a token's
 // channels.
-#pragma once
 #include "attention.cuh"
 #include "mma_coefficients.cuh"
 #include "mma_team.cuh"

@@ -5,7 +5,6 @@
 // each plane. Lane 4 * g + t takes tokens 4 * g .. 4 * g + 3 of channels t and t + 4 of each plane: the tokens become
 // rows of four operands, and two planes of a token are a pair of the contraction. Coefficients are divided by what the
 // second of them is too large by.
-#pragma once
 #include "attention.cuh"
 #include "mma_coefficients.cuh"
 #include "mma_exchange.cuh"

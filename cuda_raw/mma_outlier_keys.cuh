@@ -8,7 +8,6 @@
 //
 // The columns S_o, rounded to 16 bits, are the same for all queries and are kept in shared memory; a page that has
 // other outlier channels than the one before it brings in the columns that are missing.
-#pragma once
 #include "mma_sketch_keys.cuh"
 
 // Which columns are kept, after their bytes; how large a unit of each is, and its sum in units.

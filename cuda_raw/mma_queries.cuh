@@ -1,5 +1,4 @@
 // The query rows of a block as they come.
-#pragma once
 #include "attention.cuh"
 
 struct Queries {

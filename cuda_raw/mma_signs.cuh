@@ -4,7 +4,6 @@
 // they lie in bytes: bit b of plane b is 2^b. A lane needs two operations for eight bits. Bit planes of the integers
 // times the bits as they are (m16n8k256.b1) would take the bits in the order of lanes first, which takes as long, then
 // operations for each plane.
-#pragma once
 #include "mma_coefficients.cuh"
 #include "mma_team.cuh"
 

@@ -1,7 +1,6 @@
 // Products of queries with 32 tokens on tensor cores, keys being signs of a sketch and their norms.
 //
 // S q is rounded to integers: 32512 for the largest of a query, or 127 where nothing is kept of what rounding leaves.
-#pragma once
 #include "mma_exchange.cuh"
 #include "mma_queries.cuh"
 #include "mma_signs.cuh"

@@ -1,6 +1,5 @@
 // The threads that share pages in shared memory: a warp, which has pages of its own, or all of a block, whose warps
 // have other query rows of the same pages.
-#pragma once
 #include "mma_codes.cuh"
 
 template <bool BLOCK>

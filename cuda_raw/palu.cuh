@@ -5,7 +5,6 @@
 // results are mixes of value latents. Channels of rebuilt keys are taken in blocks of 32, as four tiles of 8 columns,
 // ordered so that RoPE turns column c of tile 2 n against column c of tile 2 n + 1, and that columns 2 t, 2 t + 1 of
 // all tiles are neighbours in its tables.
-#pragma once
 #include "attention.cuh"
 #include "numbers.cuh"
 #include "values_simt.cuh"

@@ -1,5 +1,4 @@
 // Keys that are rebuilt by tensor cores and stay in registers: 32 tokens by 32 columns of a head, by one warp.
-#pragma once
 #include "palu_words.cuh"
 #include "ptx.cuh"
 

@@ -2,7 +2,6 @@
 //
 // A side whose tokens have one group keeps its codes: a token's number is code * scale + zero, one plane of bytes.
 // Other numbers are rounded to 16 bits of the largest of their token, in two planes: byte 0 and byte 1, both signed.
-#pragma once
 #include "palu.cuh"
 
 constexpr int MMA_WARPS = 8, MMA_THREADS = LANES * MMA_WARPS;
