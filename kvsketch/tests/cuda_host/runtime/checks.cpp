@@ -174,6 +174,7 @@ static const Window* window_of(uintptr_t address, size_t bytes, Access kind, uin
 }
 
 void check_access(uintptr_t address, size_t bytes, Access kind, bool aligned, uintptr_t return_address) {
+  if (on_a_stack(address)) return;  // most accesses, as nothing is kept in registers
   Fiber* me = self();
   if (!me || !options.check || quiet || !bytes) return;
   const Window* window = window_of(address, bytes, kind, return_address);

@@ -28,9 +28,8 @@ static char message[16384];
 static bool failed;
 
 // ------------------------------------------------------------------ stacks
-static constexpr size_t PAGE = 4096, STACK = 128 << 10;  // of which the lowest page is a guard
-static char* stacks;
-bool on_a_stack(uintptr_t address) { return address - (uintptr_t)stacks < STACK * MOST_THREADS; }
+static constexpr size_t PAGE = 4096;  // the lowest one of a stack is a guard
+char* stacks;
 
 static void make_stacks() {
   stacks = (char*)mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE,

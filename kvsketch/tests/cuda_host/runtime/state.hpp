@@ -52,7 +52,9 @@ extern int thread_count, alive;
 inline Fiber* self() { return (Fiber*)cuda_host_current; }
 
 // Fibers (fibers.cpp).
-bool on_a_stack(uintptr_t address);
+constexpr size_t STACK = 128 << 10;  // bytes
+extern char* stacks;
+inline bool on_a_stack(uintptr_t address) { return address - (uintptr_t)stacks < STACK * MOST_THREADS; }
 uint32_t random_number();
 void make_ready(int thread);
 void run_another(Fiber* me);  // returns when `me` is run again
