@@ -20,8 +20,8 @@ MAIN := kvsketch adapters cuda_raw validation benchmarks
 # Two workers, a file each at a time; torch's threads would only wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 KERNEL_TESTS := $(addprefix kvsketch/tests/test_,simd.py dots.py coefficients.py float16.py tiers.py bitpack.py \
-  encode.py rotation.py kivi.py kivi_numbers.py qjl.py qjl_outliers.py pages.py attention.py attention_numbers.py attention_rounding.py cache_append.py cache_attend.py \
-  cache_rows.py palu_attend.py)
+  encode.py rotation.py kivi.py kivi_numbers.py qjl.py qjl_outliers.py pages.py attention.py attention_numbers.py \
+  attention_rounding.py cache_append.py cache_attend.py cache_rows.py palu_attend.py)
 DEMO_METHODS := exact,kivi-4,kivi-2,qjl-paper,qjl-512
 
 export NUMBA_CACHE_DIR := $(CURDIR)/$(VENV)/numba-cache
