@@ -68,7 +68,8 @@ class Contents:
 
     def make_ready(self, s: int, *, padded: bool, engine: str | None) -> None:
         """Encode the pages that are due and make room for `s` more tokens; nothing changes when memory is short."""
-        self.drop_prepared()
+        if self.step_ready:
+            self.drop_prepared()
         exact, pages = self.exact, self.pages
         due = exact.due()
         encoded = None if due is None else pages.encode(exact, due, engine)
