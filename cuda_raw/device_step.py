@@ -39,26 +39,35 @@ class DeviceStep:
         self._plan = plan_attention(view.layout, sizes, most, coefficients, device)
         self._work = new_work(view.layout, sizes, self._plan, device)
 
-    def take(
-        self,
-        view: CacheView,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        *,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Any,
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that it keeps."""
+        return sum(int(x.nbytes) for x in self._work)
+
+    def store(self, view: CacheView, k: Any, v: Any) -> None:
+        """Store k (b, h, 1, d) and v (b, h, 1, dv), in C order, and count them."""
+        append_token(_tokens(view), k, v)
+
+    def attend(
+        self, view: CacheView, q: Any, out: Any, *, scale: float, softcap: float | None, sink_logits: Any
     ) -> None:
-        """Store k (b, h, 1, d) and v (b, h, 1, dv), count them, attend with q: out (b, hq, 1, dv); in C order."""
-        arrays = (view.pages, view.sink_k, view.sink_v, view.window_k, view.window_v)
-        tokens = Tokens(view.layout, view.device_counts, *arrays)
-        append_token(tokens, k, v)
+        """Attend with q (b, hq, 1, d): out (b, hq, 1, dv); in C order."""
         launch_attention(
-            q, tokens, out, self._plan, self._work,
+            q, _tokens(view), out, self._plan, self._work,
             limits=None, bias=None, scale=scale, softcap=softcap, sink_logits=sink_logits,
         )  # fmt: skip
+
+
+def _tokens(view: CacheView) -> Tokens:
+    arrays = (view.pages, view.sink_k, view.sink_v, view.window_k, view.window_v)
+    return Tokens(view.layout, view.device_counts, *arrays)
+
+
+def is_captured() -> bool:
+    """Whether what is launched now is written down for a CUDA graph instead of run."""
+    import cupy
+
+    return bool(cupy.cuda.get_current_stream().is_capturing())
 
 
 def make_device_step(view: CacheView, hq: int, coefficients: str) -> DeviceStep:

@@ -68,6 +68,8 @@ class Contents:
 
     def make_ready(self, s: int, *, padded: bool, engine: str | None) -> None:
         """Encode the pages that are due and make room for `s` more tokens; nothing changes when memory is short."""
+        if self.step_ready:
+            self.drop_prepared()
         exact, pages = self.exact, self.pages
         due = exact.due()
         encoded = None if due is None else pages.encode(exact, due, engine)
@@ -75,7 +77,6 @@ class Contents:
         exact.make_room(s, None if due is None else due * exact.page)
         if encoded is not None:
             pages.commit(encoded)
-        self.step_ready = False
 
     def count_token(self) -> None:
         """Count the token that a step stores on the device, where the same counts are expected."""
@@ -83,6 +84,12 @@ class Contents:
         self.exact.count_token()
         self.positions.append(1)
         self.device_counts.expect(self.counts)
+
+    def drop_prepared(self) -> None:
+        """Forget a prepared step, and on a device its count, unless it may have been taken by a graph's launch."""
+        ready, self.step_ready = self.step_ready, False
+        if ready and self.device_counts is not None and not self.steps.is_captured:
+            self.crop(self.positions.length - 1, np.ones_like(self.exact.counts))
 
     def take(self, rows: Any) -> Contents:
         """New contents of the given rows, which may repeat."""
@@ -97,14 +104,15 @@ class Contents:
             self.exact.put(rows, other.exact)
             self.pages.put(rows, other.pages)
         self.positions.put(rows, other.positions)
-        self.step_ready = False
 
     def crop(self, keep: int, dropped: Any) -> None:
         """Keep the first `keep` positions, which leaves out the last `dropped` (b,) tokens of each row."""
         with on_device_of(self.pages.pages):
             self.exact.crop(dropped)
         self.positions.crop(keep)
-        self.step_ready = False
+        if self.device_counts is not None:
+            # The last of these may have been prepared for and never counted there.
+            self.device_counts.forget()
 
 
 def due_pages(n: int, settings: LayerSettings, page: int) -> int:
@@ -219,11 +227,12 @@ class CacheSizes:
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes of the buffers, with the room that they keep for later."""
+        """Bytes of the buffers, with the room that they keep for later, and of what steps on a device keep."""
         if self._contents is None:
             return 0
         c = self._contents
-        return c.exact.allocated_nbytes + c.pages.allocated_nbytes + c.positions.allocated_nbytes
+        beside = sum(int(held.nbytes) for held in (c.device_counts, c.steps) if held is not None)
+        return c.exact.allocated_nbytes + c.pages.allocated_nbytes + c.positions.allocated_nbytes + beside
 
     @property
     def table_nbytes(self) -> int:

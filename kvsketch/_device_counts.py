@@ -19,6 +19,11 @@ class DeviceCounts:
         self.array = xp.zeros((4, b), dtype=xp.int64)
         self._xp, self._held = xp, np.zeros((4, b), np.int64)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return int(self.array.nbytes)
+
     def send(self, counts: Any) -> Any:
         """The device's array, which holds `counts`, a new array of the host."""
         if not np.array_equal(counts, self._held):
@@ -26,6 +31,10 @@ class DeviceCounts:
             self.array[...] = self._xp.asarray(counts)
             self._held = counts
         return self.array
+
+    def forget(self) -> None:
+        """What the device holds is not known any more."""
+        self._held = np.full_like(self._held, -1)
 
     def expect(self, counts: Any) -> None:
         """The next step leaves `counts` on the device."""

@@ -26,7 +26,7 @@ def moved(cache: Cache, device: str | int) -> Cache:
     twin.__dict__.update(cache.__dict__)
     if cache._contents is not None:
         with scope:
-            twin._contents = _converted(cache._contents, upload)
+            twin._contents = _converted(cache._held("to"), upload)
     return twin
 
 

@@ -27,8 +27,19 @@ class Steps:
 
     number: int = 0  #: of the buffers, no other's
     place: Any = None  #: where they are
+    captured: int = 0  #: the number under which a step was captured in a CUDA graph last
     #: By query heads and coefficients; they keep the memory that their kernels use.
     made: dict[tuple[int, str], Any] = field(default_factory=dict)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there may be a graph for the buffers as they are."""
+        return self.captured == self.number
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that memory."""
+        return sum(int(step.nbytes) for step in self.made.values())
 
 
 class PreparedSteps(CacheSizes):
@@ -49,8 +60,10 @@ class PreparedSteps(CacheSizes):
     def prepare_step(self) -> int:
         """The host's half of a step of one token a row: encode what is due, make room, count the token to come.
 
-        Exactly one :meth:`step` has to follow, or on a device one launch of a CUDA graph that has captured one, before
-        anything else is done with the cache: on a device the token counts already.
+        Exactly one :meth:`step` has to follow, or on a device one launch of a CUDA graph that has captured one. On a
+        device the token counts from here on. Anything else that is done with the cache instead takes that back, and the
+        step has to be prepared again; but where a step was captured since buffers last moved, nobody can tell whether
+        the graph was launched, and the token stays counted: drop it by ``crop(-1)`` if it was not.
 
         Returns
         -------
@@ -135,8 +148,11 @@ class PreparedSteps(CacheSizes):
                 found = contents.steps.made[key] = module.make_device_step(view, *key)
             if out is None:
                 out = namespace(q).empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
+            found.store(view, k, v)
             contents.step_ready, contents.queries = False, q.shape[1] // k.shape[1]
-            found.take(view, q, k, v, out, **options)
+            found.attend(view, q, out, **options)
+            if module.is_captured():
+                contents.steps.captured = contents.steps.number
         return out
 
     def _step_module(self, contents: Contents) -> Any:

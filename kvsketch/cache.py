@@ -138,6 +138,7 @@ class Cache(PreparedSteps):
         check_integer("spare", spare, low=0)
         if self._contents is None:
             return
+        self._contents.drop_prepared()
         exact, pages = self._contents.exact, self._contents.pages
         due = exact.due(spare)
         with on_device_of(pages.pages):
@@ -145,7 +146,6 @@ class Cache(PreparedSteps):
             exact.make_room(0, None if due is None else due * exact.page)
             if encoded is not None:
                 pages.commit(encoded)
-        self._contents.step_ready = False
 
     def reserve(self, n: int) -> None:
         """Make room for `n` tokens a row, so that no buffer of pages grows before.
@@ -154,6 +154,7 @@ class Cache(PreparedSteps):
         """
         check_integer("n", n, low=0)
         if self._contents is not None:
+            self._contents.drop_prepared()
             exact, pages = self._contents.exact, self._contents.pages
             with on_device_of(pages.pages):
                 pages.reserve(due_pages(n, self.settings, exact.page))
@@ -279,6 +280,8 @@ class Cache(PreparedSteps):
             self.reset()
             return
         contents = self._held("crop")
+        if keep == contents.positions.length:  # a step that was prepared is all that had to go
+            return
         dropped = contents.positions.tokens_from(keep)
         exact_tokens = contents.exact.counts + np.where(contents.pages.counts > 0, 0, contents.exact.sink_counts)
         blocked = np.flatnonzero(dropped > exact_tokens)
@@ -299,7 +302,7 @@ class Cache(PreparedSteps):
         new = Cache.__new__(Cache)
         new.__dict__.update(self.__dict__)
         if self._contents is not None:
-            new._contents = self._contents.take(np.arange(self.batch))
+            new._contents = self._held("copy").take(np.arange(self.batch))
         return new
 
     def to(self, device: str | int) -> Cache:
@@ -354,6 +357,8 @@ class Cache(PreparedSteps):
     def _held(self, call: str) -> Contents:
         if self._contents is None:
             raise ValueError(f"{self.name} is empty; append keys and values before {call}")
+        if self._contents.step_ready and call != "step":
+            self._contents.drop_prepared()
         return self._contents
 
     def _view(self, contents: Contents) -> HeldView:

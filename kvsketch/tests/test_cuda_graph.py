@@ -5,95 +5,34 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvsketch.cache import Cache
 from kvsketch.cuda_raw import _compile, attention, device_step
 from kvsketch.tests.cache_cases import make_cache, make_tokens
 from kvsketch.tests.cuda_attention_cases import assert_same_bytes, take_simt
 from kvsketch.tests.cuda_host import CudaHostError, nvrtc, running
 from kvsketch.tests.cuda_host.devices import counts
 from kvsketch.tests.cuda_host.fixtures import needs_compiler, needs_harness
-from kvsketch.tests.cuda_host.stand_in import available
+from kvsketch.tests.cuda_step_cases import (
+    COUNTS,
+    DV,
+    HQ,
+    SETTINGS,
+    TOLERANCE,
+    B,
+    Captured,
+    begin,
+    make_example,
+)
 from kvsketch.tests.page_cases import DTYPES
 
 pytestmark = needs_compiler
 
 #: KIVI with 2 bits, sketches with outlier channels, and pages of exact numbers.
 METHODS = ("ints2-ints2", "outliers-ints1", "exact-exact")
-B, H, HQ, D, DV = 2, 2, 8, 24, 40
-SETTINGS = {"residual_length": 20, "sink_tokens": 3}
-#: Whether the harness counts what waits, and knows what was freed.
-COUNTS = not available()
-#: Float16 results of both sides are rounded, and so are the coefficients of the CPU's kernels.
-TOLERANCE = 4e-3
-
-
-class Tokens(NamedTuple):
-    """Tokens of an example: keys, values and queries."""
-
-    k: Any
-    v: Any
-    q: Any
-
-    def step(self, i: int) -> tuple[Any, Any, Any]:
-        """Queries, keys and values of a token."""
-        return tuple(np.ascontiguousarray(x[:, :, i : i + 1]) for x in (self.q, self.k, self.v))  # type: ignore[return-value]
-
-
-def make_example(n: int, dtype: str = "float16") -> Tokens:
-    k, v = make_tokens(1, B, H, n, d=D, dv=DV, dtype=DTYPES[dtype])
-    q = np.random.default_rng(2).standard_normal((B, HQ, n, D)).astype(DTYPES[dtype])
-    return Tokens(k, v, q)
-
-
-def begin(cupy: Any, pair: str, tokens: Tokens, n: int, **options: Any) -> tuple[Cache, Cache]:
-    """Caches on the host and on the device after `n` positions, of which the second row's first ones are padding."""
-    here = make_cache(pair, **SETTINGS)
-    there = make_cache(pair, checked=False, **SETTINGS, **options)
-    k, v = tokens.k[:, :, :n], tokens.v[:, :, :n]
-    valid = np.ones((B, n), bool)
-    valid[1, : n // 3] = False
-    here.append(k, v, valid=valid)
-    there.append(cupy.asarray(k), cupy.asarray(v), valid=valid)
-    return here, there
-
-
-class Captured:
-    """A loop that captures a step when buffers have moved and else launches what it has."""
-
-    def __init__(self, cupy: Any, cache: Cache, dtype: Any = np.float16) -> None:
-        self.cache = cache
-        self.given = [cupy.zeros((B, heads, 1, width), dtype) for heads, width in ((HQ, D), (H, D), (H, DV))]
-        self.out = cupy.empty((B, HQ, 1, DV), dtype)
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.graph: Any = None
-        self.buffers = 0
-        self.captures = 0
-
-    def __call__(self, step: tuple[Any, Any, Any], **options: Any) -> Any:
-        with self.stream:
-            for array, numbers in zip(self.given, step, strict=True):
-                array.set(numbers)
-            counts.reset()
-            buffers = self.cache.prepare_step()
-            if self.graph is None and not self.captures:
-                # The first step compiles kernels and makes what they use.
-                self.cache.step(*self.given, out=self.out, **options)
-                self.captures = 1
-                return self.out.get()
-            if buffers != self.buffers or self.graph is None:
-                self.stream.begin_capture()
-                self.cache.step(*self.given, out=self.out, **options)
-                self.graph = self.stream.end_capture()
-                self.captures += 1
-            self.buffers = buffers
-            self.graph.launch(self.stream)
-            self.waits = counts.synchronisations, counts.uploads
-            return self.out.get()
 
 
 @pytest.fixture(autouse=True)
@@ -227,60 +166,6 @@ def test_dtypes_of_tokens(cupy: Any, dtype: str, exact_dtype: str | None) -> Non
     assert_same_bytes(there, here)
     expected = here.attend(k[:, :, 11:]).astype(np.float32)
     np.testing.assert_allclose(found.get().astype(np.float32), expected, atol=0.02 if dtype == "bfloat16" else 2e-3)
-
-
-def test_what_a_step_refuses(cupy: Any) -> None:
-    tokens = make_example(40)
-    _, there = begin(cupy, "ints2-ints2", tokens, 30)
-    q, k, v = (cupy.asarray(x) for x in tokens.step(30))
-    out = cupy.empty((B, HQ, 1, DV), np.float16)
-    with pytest.raises(ValueError, match="not prepared; call prepare_step"):
-        there.step(q, k, v)
-    there.prepare_step()
-    lengths = there.lengths.tolist()
-    for match, args, options in (
-        ("q must have one token", (cupy.concatenate([q, q], axis=2), k, v), {}),
-        ("k must have one token", (q, cupy.concatenate([k, k], axis=2), cupy.concatenate([v, v], axis=2)), {}),
-        ("k must have shape", (q, k[:, :1], v[:, :1]), {}),
-        ("out must be", (q, k, v), {"out": out[:1]}),
-        ("out must be", (q, k, v), {"out": out.astype(np.float32)}),
-        ("k must be in C order", (q, cupy.zeros((B, D, 1, H), np.float16).swapaxes(1, 3), v), {}),
-        ("softcap must be positive", (q, k, v), {"softcap": 0.0}),
-        ("sink_logits must have shape", (q, k, v), {"sink_logits": cupy.zeros(3, np.float32)}),
-        ("sink_logits must be float32", (q, k, v), {"sink_logits": cupy.zeros(HQ, np.float16)}),
-    ):
-        with pytest.raises(ValueError, match=match):
-            there.step(*args, **options)
-    with pytest.raises(TypeError, match="k has dtype float32"):
-        there.step(q, k.astype(np.float32), v)
-    with pytest.raises(TypeError, match="one library"):
-        there.step(q.get(), k, v)
-    assert there.step(q, k, v, out=out) is out
-    assert there.lengths.tolist() == lengths
-    for spoil in (lambda c: c.flush(), lambda c: c.crop(-1), lambda c: c.append(k, v), lambda c: c.reorder([1, 0])):
-        there.prepare_step()
-        there.step(q, k, v)
-        there.prepare_step()
-        spoil(there)
-        with pytest.raises(ValueError, match="not prepared"):
-            there.step(q, k, v)
-    for match, options in (("checked=False", {"checked": True}), ("has no steps", {"engine": "reference"})):
-        cache = make_cache("ints2-ints2", **SETTINGS, **({"checked": False} | options))
-        with pytest.raises(ValueError, match="is empty"):
-            cache.prepare_step()
-        cache.append(k, v)
-        with pytest.raises(ValueError, match=match):
-            cache.prepare_step()
-        assert cache.length == 1
-
-
-def test_more_query_heads_than_a_kernel_takes(cupy: Any) -> None:
-    cache = make_cache("ints2-ints2", checked=False)
-    k = cupy.zeros((1, 1, 1, 8), np.float16)
-    cache.append(k, k)
-    cache.prepare_step()
-    with pytest.raises(ValueError, match="at most 128 query heads"):
-        cache.step(cupy.zeros((1, attention.FUSED_QUERIES + 1, 1, 8), np.float16), k, k)
 
 
 @needs_harness

@@ -127,14 +127,15 @@ def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
 
 
 def array(value: Any, dtype: Any = None, copy: bool = True) -> ndarray:
-    """A copy on the device of a NumPy array, a number or nested lists of numbers, or of an array of the device."""
+    """A copy on the device of a NumPy array, a number or nested lists of numbers, or of an array of any device."""
     if isinstance(value, ndarray):
         same = dtype is None or np.dtype(dtype) == value.dtype
         if same and not copy:
             return value
         if recording() is not None:
             refuse("array() of an array")
-        return wrap(unwrap(value).astype(value.dtype if same else dtype))
+        # Also of another device, as CuPy does here alone.
+        return wrap(value.held.astype(value.dtype if same else dtype))
     counts.upload("array()")
     return wrap(np.array(value, dtype))
 

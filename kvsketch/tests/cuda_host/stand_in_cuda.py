@@ -100,6 +100,10 @@ class Stream:
         self.graph = Graph()
         follow(_current[0].graph)
 
+    def is_capturing(self) -> bool:
+        """Whether launches are written down."""
+        return self.graph is not None
+
     def end_capture(self) -> Graph:
         """The graph of what was launched since :meth:`begin_capture`."""
         if self.graph is None:
