@@ -138,14 +138,23 @@ class Work(NamedTuple):
 
 
 def plan_attention(
-    layout: PageLayout, sizes: tuple[int, int, int, int], most: tuple[int, int, int], coefficients: str, device: int
+    layout: PageLayout,
+    sizes: tuple[int, int, int, int],
+    most: tuple[int, int, int],
+    coefficients: str,
+    device: int,
+    *,
+    held: int | None = None,
 ) -> Plan:
-    """Kernels for queries of `sizes` (b, h, hq, s), rows having at most `most` pages, first and window tokens."""
+    """Kernels for queries of `sizes` (b, h, hq, s), rows having at most `most` pages, first and window tokens.
+
+    `held` is the pages of all rows and heads, where that is known: see :func:`plan_splits`.
+    """
     b, h, hq, s = sizes
     count, generation = hq // h * s, architecture()
     kernel = chosen_kernel(layout, count, generation, coefficients)[0]
     splits = plan_splits(
-        layout, *most,
+        layout, *most, held=held,
         heads=b * h, tiles=-(-count // kernel.queries), step=kernel.tokens, multiprocessors=multiprocessors(device),
     )  # fmt: skip
     dummy = dummy_array(device, "float32")
@@ -185,7 +194,8 @@ def _attend(
     counts = view.counts
     pages, sinks, _, window = counts.max(axis=1).tolist()
     sizes = (b, view.pages.shape[1], hq, s)
-    plan = plan_attention(layout, sizes, (pages, sinks, window), coefficients, device)
+    held = int(counts[0].sum()) * sizes[1]
+    plan = plan_attention(layout, sizes, (pages, sinks, window), coefficients, device, held=held)
     tokens = Tokens(
         layout,
         xp.asarray(counts) if view.device_counts is None else view.device_counts,

@@ -70,15 +70,33 @@ def _divide(n: int, step: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan_splits(
-    layout: PageLayout, pages: int, sinks: int, window: int, *, heads: int, tiles: int, step: int, multiprocessors: int
+    layout: PageLayout,
+    pages: int,
+    sinks: int,
+    window: int,
+    *,
+    held: int | None,
+    heads: int,
+    tiles: int,
+    step: int,
+    multiprocessors: int,
 ) -> Splits:
     """Splits for rows of at most so many pages, first tokens and tokens of the window.
 
+    `held` is the pages of all rows and heads: rows are then cut into runs of one length, so that a long one among short
+    ones is worked on by many blocks. Where it is not known (None) each row is cut into as many runs as the longest.
     `heads` is b * h, `tiles` the blocks that a split's queries take, `step` the tokens that a block takes at a time.
     """
-    wanted = max(1, _divide(BLOCKS_A_MULTIPROCESSOR * multiprocessors, heads * tiles))
+    blocks = max(1, BLOCKS_A_MULTIPROCESSOR * multiprocessors)
+    wanted = _divide(blocks, heads * tiles)
     page_step = _divide(step, layout.page_tokens)
-    of_pages = min(_divide(pages, page_step), wanted, MOST_PAGE_SPLITS)
+    if held is None:
+        of_pages = min(_divide(pages, page_step), wanted, MOST_PAGE_SPLITS)
+    else:
+        share = max(1, _divide(held * tiles, blocks), _divide(pages, MOST_PAGE_SPLITS))
+        of_pages = _divide(pages, share)
+        page_step *= max(1, _divide(_divide(pages, max(1, of_pages)), page_step))
+        of_pages = _divide(pages, page_step)
     of_sinks, of_window = (min(_divide(n, step), wanted, MOST_EXACT_SPLITS) for n in (sinks, window))
     return Splits(of_pages + of_sinks + of_window, of_pages, page_step, of_sinks, step)
 

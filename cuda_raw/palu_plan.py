@@ -195,6 +195,7 @@ def plan_kernels(
         parts.append(
             plan_splits(
                 layout, *((0, sinks, window) if exact else (pages, 0, 0)),
+                held=0 if exact else int(counts[0].sum()) * kernel.heads,
                 heads=b * kernel.heads, tiles=kernel.tiles, step=kernel.tokens, multiprocessors=multiprocessors,
             )
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,18 +197,36 @@ def cuts(n: int, splits: int, step: int) -> list[int]:
 def test_splits_cover_all_tokens_and_are_no_more_than_there_is_room_for(group: int, multiprocessors: int) -> None:
     view, _ = make_view(GroupedInts(2, group), GroupedInts(2, 32), d=8, dv=8, h=1, rows=[Row(1, 1, 1)])
     for most in ((0, 0, 0), (0, 0, 1), (1, 4, 0), (9, 0, 257), (10**6, 4, 128), (10**7, 10**5, 10**6)):
-        for heads in (1, 8, 4096):
+        for heads, share in itertools.product((1, 8, 4096), (None, 1, 0.01)):
+            held = None if share is None else max(most[0], int(share * most[0] * heads))
             plan = attention_plan.plan_splits(
-                view.layout, *most, heads=heads, tiles=2, step=256, multiprocessors=multiprocessors
+                view.layout, *most, held=held, heads=heads, tiles=2, step=256, multiprocessors=multiprocessors
             )
             assert plan.splits <= 1024
-            assert (plan.page_step * view.layout.page_tokens, plan.exact_step) == (256, 256)
+            assert plan.exact_step == 256
+            assert plan.page_step * view.layout.page_tokens % 256 == 0
+            assert share is not None or plan.page_step * view.layout.page_tokens == 256
             splits = (plan.page_splits, plan.sink_splits, plan.splits - plan.page_splits - plan.sink_splits)
             steps = (plan.page_step, plan.exact_step, plan.exact_step)
             for held in (most, tuple(n // 3 for n in most), tuple(min(n, 1) for n in most)):
                 for n, of, step in zip(held, splits, steps, strict=True):
                     assert sum(cuts(n, of, step)) == n
                     assert n == 0 or len([run for run in cuts(n, of, step) if run]) > of // 2 or n < of * step
+
+
+@pytest.mark.parametrize("pages", [[4096] + [64] * 63, [1024] + [32] * 15, [1024] * 16, list(range(16, 1040, 16)), [9]])
+def test_a_long_row_among_short_ones_is_cut_as_finely(pages: list[int]) -> None:
+    """Of 4 blocks for each of 132 multiprocessors none has more than twice its share, nor are there many more."""
+    view, _ = make_view(*INTS, d=8, dv=8, h=1, rows=[Row(1, 1, 1)])
+    h, blocks, step = 8, 4 * 132, 2
+    plan = attention_plan.plan_splits(
+        view.layout, max(pages), 4, 64,
+        held=h * sum(pages), heads=h * len(pages), tiles=1, step=step * view.layout.page_tokens, multiprocessors=132,
+    )  # fmt: skip
+    runs = [run for n in pages for run in cuts(n, plan.page_splits, plan.page_step) if run] * h
+    assert sum(runs) == h * sum(pages)
+    assert max(runs) <= max(2 * sum(runs) / blocks, step)
+    assert len(runs) <= blocks + h * len(pages)
 
 
 def test_rows_are_cut_by_their_own_counts(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
