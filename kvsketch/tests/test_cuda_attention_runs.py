@@ -208,8 +208,8 @@ def test_splits_cover_all_tokens_and_are_no_more_than_there_is_room_for(group: i
             assert share is not None or plan.page_step * view.layout.page_tokens == 256
             splits = (plan.page_splits, plan.sink_splits, plan.splits - plan.page_splits - plan.sink_splits)
             steps = (plan.page_step, plan.exact_step, plan.exact_step)
-            for held in (most, tuple(n // 3 for n in most), tuple(min(n, 1) for n in most)):
-                for n, of, step in zip(held, splits, steps, strict=True):
+            for row in (most, tuple(n // 3 for n in most), tuple(min(n, 1) for n in most)):
+                for n, of, step in zip(row, splits, steps, strict=True):
                     assert sum(cuts(n, of, step)) == n
                     assert n == 0 or len([run for run in cuts(n, of, step) if run]) > of // 2 or n < of * step
 
