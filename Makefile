@@ -34,7 +34,7 @@ help:
 	@echo 'make setup      create .venv with everything that kvsketch, its demo and its tests need'
 	@echo 'make demo       run a real language model on compressed caches; writes reports/demo.html and demo.json'
 	@echo 'make validate   check what the papers claim (1 minute on 2 cores); writes reports/validate.html and .json'
-	@echo 'make test       lint, formatting, types and tests (17 minutes on 2 cores the first time, when CUDA kernels are built)'
+	@echo 'make test       lint, formatting, types and tests (11 minutes on 2 cores the first time, when kernels are compiled)'
 	@echo 'make test-full  the same with the slow tests'
 	@echo 'make test-tiers tests of the kernels compiled for older processors (10 minutes on 2 cores)'
 	@echo 'make check      lint, formatting and types only'

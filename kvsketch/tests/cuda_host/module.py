@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from kvsketch.tests.cuda_host import tally
 from kvsketch.tests.cuda_host.arguments import convert
 from kvsketch.tests.cuda_host.devices import USUAL_SHARED_BYTES, counts, devices
 from kvsketch.tests.cuda_host.graphs import recording
@@ -128,6 +129,7 @@ class HostFunction:
         counts.launches += 1
         if failed:
             raise CudaHostError(f"{self._name}: {located(message, image.path)}")
+        tally.executed.add((self._name, execution().mode))
         if execution().mode == "fast":
             for each in passed:
                 each.mark_written()

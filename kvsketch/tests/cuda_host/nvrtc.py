@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvsketch.tests.cuda_host import tally
 from kvsketch.tests.cuda_host.toolchain import (
     CompileError,
     cuda_versions,
@@ -76,6 +77,7 @@ def compile_for(
             target.write_text(json.dumps({name: asdict(compiled) for name, compiled in found.items()}))
 
         text = kept("usage", ".json", ingredients, build).read_text()
+        tally.compiled |= {(name, architecture) for name in name_expressions}
         results |= {(architecture, name): Compiled(**usage) for name, usage in json.loads(text).items()}
     return results
 
