@@ -42,7 +42,7 @@ help:
 	@echo 'make bench      a short set of benchmarks (4 minutes on 2 cores); writes reports/bench/*.json'
 	@echo 'make bench-rivals  generation against quantized caches and llama.cpp, in .venv-bench (30 minutes)'
 	@echo 'make gpu        on a machine with a CUDA GPU: parity, bandwidth, generation (8 minutes); writes reports/gpu.*'
-	@echo 'make kernels    compile all CUDA kernels for seven architectures, without a GPU (5 minutes on 2 cores at first)'
+	@echo 'make kernels    compile all CUDA kernels for seven architectures, without a GPU (2 minutes on 2 cores)'
 	@echo 'make clean      remove .venv, .venv-*, caches, build outputs and reports'
 
 setup: $(READY)
