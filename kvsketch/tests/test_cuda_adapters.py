@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,19 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvsketch[hf]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvsketch[hf]'")
 
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from kvsketch.adapters.transformers_cache import CompressedCache  # noqa: E402
 from kvsketch.tests.cuda_host.devices import counts  # noqa: E402
 from kvsketch.tests.cuda_host.fixtures import needs_harness  # noqa: E402
-from kvsketch.tests.cuda_host.torch_double import on_cuda  # noqa: E402
+from kvsketch.tests.cuda_torch_fixtures import cuda as cuda  # noqa: E402
+from kvsketch.tests.cuda_torch_fixtures import host  # noqa: E402
+from kvsketch.tests.cuda_torch_fixtures import plain_attention as plain_attention  # noqa: E402
 from kvsketch.tests.tiny_models import greedy, left_padded, random_prompt, tiny_model  # noqa: E402
 
-pytestmark = needs_harness
+pytestmark = [needs_harness, pytest.mark.usefixtures("plain_attention")]
 
 METHODS = ["kivi-2", "qjl-256"]
-
-
-@pytest.fixture
-def cuda() -> Iterator[Any]:
-    """torch and CuPy with a device."""
-    with on_cuda() as module:
-        yield module
-
-
-@pytest.fixture(autouse=True)
-def plain_attention() -> Iterator[None]:
-    """Prompts attended by the same operations of torch on both sides."""
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-
-
-def host(x: Any) -> np.ndarray:
-    """An array of either library as NumPy's."""
-    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def pages(cache: CompressedCache, layer: int, row: int) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,19 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvsketch[hf]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'kvsketch[hf]'")
 
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from kvsketch.adapters.palu import PaluCache, convert  # noqa: E402
 from kvsketch.numba_cpu._tiers import TIER  # noqa: E402
 from kvsketch.tests.cuda_host.devices import counts  # noqa: E402
 from kvsketch.tests.cuda_host.fixtures import needs_harness  # noqa: E402
 from kvsketch.tests.cuda_host.torch_double import on_cuda  # noqa: E402
+from kvsketch.tests.cuda_torch_fixtures import cuda as cuda  # noqa: E402
+from kvsketch.tests.cuda_torch_fixtures import host  # noqa: E402
+from kvsketch.tests.cuda_torch_fixtures import plain_attention as plain_attention  # noqa: E402
 from kvsketch.tests.palu_models import converted, palu_model, plain  # noqa: E402
 from kvsketch.tests.tiny_models import greedy, left_padded, random_prompt  # noqa: E402
 
-pytestmark = needs_harness
+pytestmark = [needs_harness, pytest.mark.usefixtures("plain_attention")]
 
 #: Models with RoPE, with RoPE behind a norm of keys, and without RoPE; latents exact or not; first tokens kept or not.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,25 +35,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2, 4 bits": ("GPT2", {"latent_bits": 4, "first_tokens": 0}),
     "GPT2, exact, first tokens": ("GPT2", {"first_tokens": 1}),
 }
-
-
-@pytest.fixture
-def cuda() -> Iterator[Any]:
-    """torch and CuPy with a device."""
-    with on_cuda() as module:
-        yield module
-
-
-@pytest.fixture(autouse=True)
-def plain_attention() -> Iterator[None]:
-    """Prompts attended by the same operations of torch on both sides."""
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-
-
-def host(x: Any) -> np.ndarray:
-    """An array of either library as NumPy's."""
-    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def assert_close_latents(there: PaluCache, here: PaluCache) -> bool:
