@@ -17,6 +17,7 @@ from kvsketch._dispatch import namespace
 from kvsketch.attention import CacheView
 from kvsketch.cuda_raw import attention_mma, attention_simt
 from kvsketch.cuda_raw._compile import architecture, launch
+from kvsketch.cuda_raw._places import dtype_code
 from kvsketch.cuda_raw.attention_plan import (
     PageKernel,
     Splits,
@@ -25,7 +26,7 @@ from kvsketch.cuda_raw.attention_plan import (
     plan_splits,
 )
 from kvsketch.cuda_raw.attention_simt import exact_kernel, sketch_widths
-from kvsketch.layout import DTYPE_CODES, KIND_SKETCH, PageLayout, SideLayout
+from kvsketch.layout import KIND_SKETCH, PageLayout, SideLayout
 from kvsketch.reference import attention as reference
 from kvsketch.reference.pages import projections
 
@@ -33,7 +34,7 @@ LOG2_E = float(np.log2(np.e))
 #: With more query rows than this on a key/value head, tiles are decoded once and multiplied by cuBLAS. Up to it the
 #: kernels take the rows in tiles, each of which reads the cache once.
 FUSED_QUERIES = 128
-COMBINE_FILE, COMBINE_THREADS = "attention_combine.cu", 128
+COMBINE_FILE, COMBINE_THREADS, PREPARE_THREADS = "attention_combine.cu", 128, 256
 #: Of sketch_queries there: queries and rows of the projection that a block takes.
 SKETCH_QUERIES, SKETCH_ROWS = 8, 64
 
@@ -52,7 +53,7 @@ def chosen_kernel(
 def kernel_level(*, layout: PageLayout, queries: int, coefficients: str) -> str:
     """How `queries` rows of a key/value head attend over pages on this device, and why not on tensor cores."""
     if queries > FUSED_QUERIES:
-        return f"decoded tiles: {queries} query rows are more than {FUSED_QUERIES}"
+        return reference.tiles_level(queries, FUSED_QUERIES)
     kernel, why = chosen_kernel(layout, queries, architecture(), coefficients)
     return f"{kernel.level}: {why}" if why else kernel.level
 
@@ -266,7 +267,7 @@ def launch_attention(
     logits = dummy if sink_logits is None else sink_logits
     launch(
         COMBINE_FILE, "combine_splits", (count, h, b), (COMBINE_THREADS, 1, 1),
-        (work.partial, tokens.counts, logits, out, dtype_code(out), np.int32(sink_logits is not None), shapes),
+        (work.partial, tokens.counts, logits, out, *map(np.int32, (dtype_code(out), sink_logits is not None)), shapes),
     )  # fmt: skip
 
 
@@ -274,11 +275,6 @@ def _launch(kernel: PageKernel, splits: int, args: tuple[Any, ...], sizes: tuple
     count, h, b = sizes
     blocks = splits * -(-count // kernel.queries)
     launch(kernel.file, kernel.expression, (blocks, h, b), (kernel.threads, 1, 1), args, shared=kernel.shared)
-
-
-def dtype_code(x: Any) -> np.int32:
-    """The dtype of an array, as kernels are told it."""
-    return np.int32(DTYPE_CODES[str(x.dtype)])
 
 
 def prepared_queries(q: Any, unit: float) -> Any:
@@ -292,6 +288,6 @@ def prepared_queries(q: Any, unit: float) -> Any:
 def _prepare_queries(q: Any, rows: Any, unit: float) -> None:
     n = prod(q.shape)
     launch(
-        COMBINE_FILE, "prepare_queries", (-(-n // 256), 1, 1), (256, 1, 1),
-        (q, rows, np.float32(unit), np.int64(n), dtype_code(q)),
+        COMBINE_FILE, "prepare_queries", (-(-n // PREPARE_THREADS), 1, 1), (PREPARE_THREADS, 1, 1),
+        (q, rows, np.float32(unit), np.int64(n), np.int32(dtype_code(q))),
     )  # fmt: skip

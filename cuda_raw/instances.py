@@ -26,8 +26,6 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 HEAD, SKETCH_ROWS = 128, 256
 #: Latents: heads that share them, their numbers, and query rows of all heads; and true first tokens.
 LATENT_HEADS, RANK, LATENT_QUERIES, FIRST_TOKENS = 4, 256, 16, 4
-#: As in attention.py: threads of a block of prepare_queries.
-PREPARE_THREADS = 256
 
 
 class Block(NamedTuple):
@@ -87,9 +85,12 @@ def _simt() -> Iterator[Instance]:
         width = _width(warps)
         layout = page_layout(Exact(), Exact(), width, width, key_dtype=dtype, value_dtype=dtype)
         yield _chosen((a, attention_simt.exact_kernel(layout, queries, a)) for a in ARCHITECTURES)
-    for name, threads in (("prepare_queries", PREPARE_THREADS), ("combine_splits", attention.COMBINE_THREADS)):
+    for name, threads in (
+        ("prepare_queries", attention.PREPARE_THREADS),
+        ("sketch_queries", attention.SKETCH_ROWS),
+        ("combine_splits", attention.COMBINE_THREADS),
+    ):
         yield _everywhere(attention.COMBINE_FILE, name, threads)
-    yield _everywhere(attention.COMBINE_FILE, "sketch_queries", attention.SKETCH_ROWS)
     yield _everywhere(device_step.FILE, "append_token", device_step.THREADS)
 
 

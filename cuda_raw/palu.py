@@ -16,11 +16,11 @@ from kvsketch._dispatch import namespace
 from kvsketch._palu_inputs import FirstTokens, KeyNorm, Reconstruction, Rope
 from kvsketch.attention import CacheView
 from kvsketch.cuda_raw._compile import architecture, launch
+from kvsketch.cuda_raw._places import dtype_code
 from kvsketch.cuda_raw.attention import (
     COMBINE_FILE,
     COMBINE_THREADS,
     LOG2_E,
-    dtype_code,
     dummy_array,
     prepared_queries,
 )
@@ -39,6 +39,7 @@ from kvsketch.cuda_raw.palu_plan import (
 )
 from kvsketch.layout import LANES, PageLayout
 from kvsketch.reference import palu as reference
+from kvsketch.reference.attention import tiles_level
 
 #: With more query rows than this, all heads together, keys are rebuilt and multiplied by cuBLAS, a tile at a time.
 FUSED_QUERIES = 256
@@ -72,7 +73,7 @@ def kernel_level(*, layout: PageLayout, queries: int, coefficients: str, **given
     `given` are the other arguments of :func:`plan_keys`.
     """
     if queries > FUSED_QUERIES:
-        return f"decoded tiles: {queries} query rows are more than {FUSED_QUERIES}"
+        return tiles_level(queries, FUSED_QUERIES)
     keys, generation = plan_keys(queries=queries, **given), architecture()
     told = {}
     for exact in (False, True):
@@ -261,7 +262,7 @@ def _attend(
     mixed = xp.empty((b, hq, s, rank), dtype=q.dtype if given.up_v is None and first is None else xp.float32)
     launch(
         COMBINE_FILE, "combine_splits", (hq * s, 1, b), (COMBINE_THREADS, 1, 1),
-        (partial, masks.counts, dummy, mixed, dtype_code(mixed), np.int32(0), shapes),
+        (partial, masks.counts, dummy, mixed, np.int32(dtype_code(mixed)), np.int32(0), shapes),
     )  # fmt: skip
     if given.up_v is not None:
         up_v = xp.swapaxes(given.up_v.reshape(heads, dv, rank), 1, 2)

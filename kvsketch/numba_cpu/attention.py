@@ -131,7 +131,7 @@ def finish_preparing(plan: Plan, layout: PageLayout, queries: int, extra: Any, t
 def kernel_level(*, queries: int, **_: Any) -> str:
     """How `queries` rows of a key/value head attend: the tier of vector instructions, see ``_tiers``."""
     if queries > FUSED_QUERIES:
-        return f"decoded tiles: {queries} query rows are more than {FUSED_QUERIES}"
+        return reference.tiles_level(queries, FUSED_QUERIES)
     return TIER
 
 

@@ -13,6 +13,11 @@ from kvsketch.reference.pages import decode_keys, decode_values
 TILE_TOKENS = 1024
 
 
+def tiles_level(queries: int, most: int) -> str:
+    """What engines report whose own kernels take at most so many query rows, and that leave more to these tiles."""
+    return f"decoded tiles: {queries} query rows are more than {most}"
+
+
 def row_tiles(view: CacheView, row: int) -> Iterator[tuple[int, Any, Any]]:
     """The tokens of a row in order, as tiles (position of the first, keys (h, t, d), values (h, t, dv)) in float32."""
     xp = namespace(view.pages)
